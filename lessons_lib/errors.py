@@ -1,0 +1,88 @@
+"""Every error a learner can meet.
+
+Two families, and nothing else:
+
+* :class:`RefusedError` is a ``ValueError``: an argument was refused *before* anything was
+  started or sent. It says what was asked, what was found and what to try.
+* :class:`RunError` is a ``RuntimeError``: ranks had started. It carries ``.run``, the record of
+  what every rank had done until then, so that a failed run can be looked at like any other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # pragma: no cover
+    from lessons_lib.timeline import Waiting
+
+
+class LessonsError(Exception):
+    """Base of every error this library raises."""
+
+
+class RefusedError(LessonsError, ValueError):
+    """An argument was refused before anything was started or sent."""
+
+
+class RunError(LessonsError, RuntimeError):
+    """A run did not finish. ``run`` is the record of what its ranks had done until then."""
+
+    run: Any = None
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the report alone in a notebook: the frames of the launcher help nobody.
+
+        IPython calls this method, if an exception has it, in place of its own formatting.
+        """
+        return str(self).splitlines()
+
+
+class RankError(RunError):
+    """A rank raised. ``rank`` is its number, ``cause`` what it raised.
+
+    What :func:`lessons_lib.run` raises is also an instance of the cause's own type, so that
+    ``except ValueError`` around ``run`` works as it would around the function itself.
+    """
+
+    rank: int = -1
+    cause: BaseException | None = None
+
+    @classmethod
+    def of(cls, rank: int, cause: BaseException, report: str) -> RankError:
+        """Build the error for ``cause``, which ``rank`` raised; ``report`` is its message.
+
+        >>> error = RankError.of(2, KeyError("lr"), "rank 2 raised KeyError: 'lr'")
+        >>> isinstance(error, KeyError), isinstance(error, RunError), str(error)
+        (True, True, "rank 2 raised KeyError: 'lr'")
+        """
+        kind: type[RankError] = cls
+        if isinstance(cause, Exception) and not isinstance(cause, RankError):
+            try:
+                kind = type(cls.__name__, (cls, type(cause)), {"__str__": cls.__str__, "__init__": cls.__init__})
+            except TypeError:  # the cause's memory layout cannot be combined with ours
+                pass
+        error = kind.__new__(kind)
+        RankError.__init__(error, report)
+        error.rank, error.cause = rank, cause
+        return error
+
+    def __init__(self, report: str) -> None:
+        Exception.__init__(self, report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return self.report
+
+
+class DeadlockError(RunError):
+    """No rank can go on. ``waiting`` says for every rank that stands still what it waits for."""
+
+    waiting: tuple[Waiting, ...] = ()
+
+
+class MismatchError(RunError):
+    """The ranks of a group disagree about what they do together."""
+
+
+class RunTimeoutError(RunError):
+    """A run took longer than its ``timeout_s``."""
