@@ -10,6 +10,7 @@ Two families, and nothing else:
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # pragma: no cover
@@ -29,12 +30,22 @@ class RunError(LessonsError, RuntimeError):
 
     run: Any = None
 
+    def __init__(self, report: str) -> None:
+        Exception.__init__(self, report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return self.report
+
+    def add_report(self, text: str) -> None:
+        self.report += text
+
     def _render_traceback_(self) -> list[str]:
         """Show the report alone in a notebook: the frames of the launcher help nobody.
 
         IPython calls this method, if an exception has it, in place of its own formatting.
         """
-        return str(self).splitlines()
+        return self.report.splitlines()
 
 
 class RankError(RunError):
@@ -55,23 +66,12 @@ class RankError(RunError):
         >>> isinstance(error, KeyError), isinstance(error, RunError), str(error)
         (True, True, "rank 2 raised KeyError: 'lr'")
         """
-        kind: type[RankError] = cls
-        if isinstance(cause, Exception) and not isinstance(cause, RankError):
-            try:
-                kind = type(cls.__name__, (cls, type(cause)), {"__str__": cls.__str__, "__init__": cls.__init__})
-            except TypeError:  # the cause's memory layout cannot be combined with ours
-                pass
-        error = kind.__new__(kind)
-        RankError.__init__(error, report)
+        error = cls(report)
+        if isinstance(cause, Exception):
+            with contextlib.suppress(TypeError):  # some types cannot be combined with ours
+                error = type(cls.__name__, (cls, type(cause)), {})(report)
         error.rank, error.cause = rank, cause
         return error
-
-    def __init__(self, report: str) -> None:
-        Exception.__init__(self, report)
-        self.report = report
-
-    def __str__(self) -> str:
-        return self.report
 
 
 class DeadlockError(RunError):

@@ -1,0 +1,147 @@
+"""The only module that touches private torch API, so that a torch upgrade is one file's work.
+
+Thread ranks need three things torch keeps private: a distributed world per thread (torch's own
+tests have one), a registry of process groups per thread, and a way to make a process group the
+default one without a rendezvous. Each is one small function here, and each was checked against
+the torch version named below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+# These capture the default group as a default argument when they are imported, so they must be
+# imported before any rank exists.
+import torch.distributed.nn.functional
+from torch._C._distributed_c10d import Work, _set_thread_isolation_mode  # type: ignore[attr-defined]
+from torch.nn.modules import module as nn_module
+from torch.testing._internal.distributed import multi_threaded_pg
+
+ProcessGroup: Any = dist.ProcessGroup  # its overloads would forbid to name arguments well
+TESTED_VERSION = "2.13.0"
+BACKEND = "ranks"
+
+__all__ = [
+    "BACKEND",
+    "TESTED_VERSION",
+    "ProcessGroup",
+    "Work",
+    "become_default_group",
+    "forget_groups",
+    "module_hooks_restored",
+    "one_world_per_thread",
+    "plain_tensors",
+    "register_group",
+    "run_after_backward",
+    "warn_if_untested",
+]
+
+_warned = threading.Event()
+
+
+def warn_if_untested() -> None:
+    """Warn once when this torch is not the version these internals were checked against."""
+    found = torch.__version__.split("+")[0]
+    if found != TESTED_VERSION and not _warned.is_set():
+        _warned.set()
+        warnings.warn(
+            f"torch {found} is untested here; this library was checked against torch {TESTED_VERSION}",
+            stacklevel=3,
+        )
+
+
+def _refuse_creation(*_: Any) -> dist.ProcessGroup:
+    raise RuntimeError(
+        "the ranks backend exists inside lessons_lib.run alone; run has already initialised it"
+    )
+
+
+if not hasattr(dist.Backend, BACKEND.upper()):
+    dist.Backend.register_backend(BACKEND, _refuse_creation, devices=["cpu", "cuda"])
+_BACKEND_CONFIG = str(c10d.BackendConfig(dist.Backend(BACKEND)))
+
+
+@contextlib.contextmanager
+def one_world_per_thread() -> Iterator[None]:
+    """Give every thread its own torch.distributed world and registry of groups."""
+    before = c10d._world
+    c10d._world = multi_threaded_pg.ThreadLocalWorld()  # type: ignore[assignment]
+    _set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        _set_thread_isolation_mode(False)
+        c10d._world = before
+
+
+def become_default_group(group: dist.ProcessGroup) -> None:
+    """Make ``group`` what ``torch.distributed`` uses in this thread when no group is named."""
+    # On the autograd threads of C++ no rank would be known: keep backward on the rank's thread.
+    torch.autograd.set_multithreading_enabled(False)
+    register_group(group, range(group.size()))
+    c10d._world.group_count = 1
+    c10d._update_default_pg(group)
+
+
+def register_group(group: dist.ProcessGroup, members: range) -> None:
+    """Enter a new default group into torch's tables; sub-groups are entered by torch itself."""
+    c10d._register_pg_in_world(
+        group,
+        backend_name=BACKEND,
+        store=c10d.HashStore(),
+        group_name=c10d.GroupName(group.group_name),
+        backend_config=_BACKEND_CONFIG,
+        rank_mapping={member: index for index, member in enumerate(members)},
+        add_to_default_tag=True,
+    )
+
+
+def forget_groups() -> None:
+    """Undo :func:`become_default_group` and every sub-group of this thread."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Move data with no autograd graph, dispatch mode or default device in the way.
+
+    The rank that arrives last moves the data of all, so a mode of its own that counts or records
+    must not see the others' buffers.
+    """
+    with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def run_after_backward(callback: Any) -> bool:
+    """Call ``callback`` when the running backward pass ends; False outside of one."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def module_hooks_restored() -> Iterator[None]:
+    """Put back the process-wide hooks on ``nn.Module`` that ranks may have added to."""
+    tables = [
+        table
+        for name, table in vars(nn_module).items()
+        if name.startswith("_global_") and name.endswith("_hooks") and isinstance(table, dict)
+    ]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)

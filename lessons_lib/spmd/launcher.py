@@ -1,0 +1,142 @@
+"""``run(fn, *args, ranks=N)``: call a function on N ranks and keep what each of them did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lessons_lib.errors import RefusedError, RunError
+from lessons_lib.spmd import _torch_internals, by_value, doctor, threads
+from lessons_lib.spmd.thread_group import ThreadGroup
+from lessons_lib.spmd.trace import Trace
+
+TRANSPORTS = ("threads",)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What ``ranks`` ranks returned and did. In a notebook it shows itself as a picture.
+
+    ``values`` holds what each rank returned, in rank order (``None`` for one that did not get so
+    far), ``trace`` every communication, ``seconds`` the time the run took on this machine, in which
+    the ranks took turns.
+    """
+
+    ranks: int
+    values: list[Any]
+    trace: Trace = field(repr=False)
+    seconds: float
+    transport: str = "threads"
+    error: BaseException | None = field(default=None, repr=False)
+
+    def picture(self, theme: str = "light") -> Any:
+        """One lane per rank, with messages as arrows, and the traffic table below."""
+        from lessons_lib.views import run_picture
+
+        return run_picture(self, theme)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {**self.picture()._repr_mimebundle_(), "text/plain": repr(self)}
+
+
+def run(
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int,
+    transport: str = "threads",
+    timeout_s: float | None = None,
+    seed: int = 0,
+) -> Run:
+    """Call ``fn(*args)`` on every one of ``ranks`` ranks and return what they returned and did.
+
+    >>> import torch.distributed as dist
+    >>> run(lambda x: x + dist.get_rank(), 10, ranks=3).values
+    [10, 11, 12]
+
+    ``fn`` is plain ``torch.distributed`` code; its world is initialised. It and ``args`` travel by
+    value, so ranks share no variable with each other or with the caller. Every rank starts from the
+    same ``seed`` for torch, numpy and random.
+
+    With ``transport="threads"`` ranks are threads of this process that take turns: nothing to start
+    and nothing to clean up, prints in a fixed order, a deadlock proved the moment it happens.
+
+    Raises :class:`~lessons_lib.errors.RefusedError` before anything starts if it cannot work, and
+    afterwards a :class:`~lessons_lib.errors.RunError` that carries ``.run``:
+    :class:`~lessons_lib.errors.RankError` with the traceback of the rank that raised,
+    :class:`~lessons_lib.errors.DeadlockError`, :class:`~lessons_lib.errors.MismatchError`, or
+    :class:`~lessons_lib.errors.RunTimeoutError` after ``timeout_s``.
+    """
+    _refuse(fn, ranks, transport, timeout_s)
+    _torch_internals.warn_if_untested()
+    packed = by_value.pack(fn, args)
+    world = threads.World(ranks, seed)
+    everybody = tuple(range(ranks))
+    began = time.perf_counter()
+    stuck = threads.launch(world, packed, lambda rank: ThreadGroup(rank, "0", "world", everybody), timeout_s)
+    seconds = time.perf_counter() - began
+    trace = Trace(
+        ranks,
+        tuple(operation.event() for operation in world.operations),
+        tuple(rank.clock_s for rank in world.ranks),
+    )
+    error = _error_of(world, stuck)
+    result = Run(ranks, [rank.value for rank in world.ranks], trace, seconds, transport, error)
+    if isinstance(error, RunError):
+        error.run = result
+    if error is not None:
+        raise error from None
+    return result
+
+
+def _refuse(fn: Any, ranks: Any, transport: Any, timeout_s: Any) -> None:
+    """Refuse what cannot work, before anything starts."""
+    if not callable(fn):
+        raise RefusedError(
+            f"run needs the function itself and got {fn!r}, which is what it returned. "
+            "Write run(step, ranks=4), not run(step(), ranks=4)."
+            if fn is None or not isinstance(fn, int | str)
+            else f"run needs a function and got {fn!r}. Write run(step, ranks=4)."
+        )
+    here = threads.current()
+    if here is not None:
+        raise RefusedError(
+            f"run inside rank {here.number} of a run: ranks cannot start ranks. "
+            "Call run from the notebook, or use groups (Mesh) inside the ranks you have."
+        )
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise RefusedError(f"ranks={ranks!r}: a run needs a whole number of ranks, 1 or more. Try ranks=4.")
+    if transport not in TRANSPORTS:
+        known = ", ".join(f'"{name}"' for name in TRANSPORTS)
+        raise RefusedError(f"transport={transport!r} is unknown; known: {known}.")
+    if timeout_s is not None and not timeout_s > 0:
+        raise RefusedError(f"timeout_s={timeout_s!r}: give a number of seconds above 0, or leave it out.")
+
+
+def _error_of(world: threads.World, stuck: list[threads.Rank]) -> BaseException | None:
+    """The error a finished run ends with, if it failed."""
+    left = doctor.still_busy(stuck)
+    if isinstance(world.failure, KeyboardInterrupt):
+        return KeyboardInterrupt(f"the ranks were stopped{left}")
+    if left and isinstance(world.failure, RunError):
+        world.failure.add_report(left)
+    return world.failure
+
+
+@contextmanager
+def region(name: str) -> Iterator[None]:
+    """Label what this rank does inside: ``with region("backward"): loss.backward()``.
+
+    Regions nest; the trace then counts a communication for every region around it.
+    """
+    rank = threads.current()
+    if rank is None:  # the serial model runs the same code without ranks
+        yield
+        return
+    rank.regions.append(name)
+    try:
+        yield
+    finally:
+        rank.regions.pop()
