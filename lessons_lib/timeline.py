@@ -44,7 +44,8 @@ class Event:
 
     Times are seconds on the clock of that rank (``Timeline.clock`` says which clock):
     ``issued_s`` when it called the operation, ``done_s`` when it had the result, and ``waited_s``
-    how long it stood still in between.
+    how long it stood still in between. ``done_s`` is infinite if it never had it, and so is
+    ``waited_s`` if it stood in the operation when the run was stopped.
     """
 
     rank: int
@@ -120,7 +121,12 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
+        """When the last rank ends."""
         return max((span.end for span in self.spans), default=0.0)
+
+    def end_of(self, rank: int) -> float:
+        """When ``rank`` ends."""
+        return max((span.end for span in self.spans if span.rank == rank), default=0.0)
 
 
 def elements_sent(kind: str, n_elements: int, n_ranks: int, rank: int, root: int = 0) -> int:
