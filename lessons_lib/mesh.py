@@ -119,6 +119,7 @@ class Group:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Every rank's ``x``, one after the other along ``dim``, on every rank."""
         x = _plain(x, "all_gather").contiguous()
+        _check_dim(x, dim)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x, group=self.process_group)
         return torch.cat(parts, dim)
@@ -144,6 +145,7 @@ class Group:
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         """Piece k of ``x`` along ``split_dim`` goes to rank k; arrivals are joined along ``concat_dim``."""
+        _check_dim(x, concat_dim)
         sent = torch.stack(self._cut(_plain(x, "all_to_all"), split_dim)).contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.process_group)
@@ -189,8 +191,7 @@ class Group:
         return self._cut(_plain(x, "piece"), dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
     def _cut(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        if not -x.dim() <= dim < x.dim():
-            raise RefusedError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
+        _check_dim(x, dim)
         if x.shape[dim] % self.size:
             below = x.shape[dim] // self.size * self.size
             near = " or ".join(str(size) for size in (below, below + self.size) if size)
@@ -207,6 +208,11 @@ class Group:
                 f"(global ranks {dist.get_process_group_ranks(self.process_group)})."
             )
         return index
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise RefusedError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
 
 
 def _reduction(op: str) -> Any:

@@ -8,6 +8,7 @@ and to keep them when it stops.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 from collections.abc import Iterator
@@ -22,11 +23,55 @@ from lessons_lib.spmd import _torch_internals
 
 
 @dataclass(slots=True)
+class NumpyRandom:
+    """The random state of ``np.random``, swapped without copying it.
+
+    numpy can swap its generator, which is far faster than copying 624 words. But one number lies
+    outside the generator: normal numbers are drawn in pairs, and the second of a pair is kept for
+    the next call. Asking for it copies everything after all, so that is done only after a draw.
+    """
+
+    generator: Any
+    second_normal: tuple[int, float] = (0, 0.0)  # whether one is kept, and which
+    mark: tuple[int, int] = (0, 0)  # tells whether numbers have been drawn since
+
+    @classmethod
+    def of_this_moment(cls) -> NumpyRandom:
+        state = np.random.get_state(legacy=False)
+        return cls(get_bit_generator(), (state["has_gauss"], state["gauss"]))
+
+    @classmethod
+    def seeded(cls, generator: Any, seed: int) -> NumpyRandom:
+        """As after ``np.random.seed(seed)``; ``generator`` is an MT19937, as that of numpy is."""
+        np.random.RandomState(generator).seed(seed)
+        return cls(generator, mark=_mark(generator))
+
+    def keep(self) -> None:
+        mark = _mark(self.generator)
+        if self.second_normal[0] or mark != self.mark:
+            state = np.random.get_state(legacy=False)
+            self.second_normal, self.mark = (state["has_gauss"], state["gauss"]), mark
+
+    def put_in_place(self) -> None:
+        set_bit_generator(self.generator)
+        if self.second_normal[0]:
+            state = np.random.get_state(legacy=False)
+            state["has_gauss"], state["gauss"] = self.second_normal
+            np.random.set_state(state)
+
+
+def _mark(generator: Any) -> tuple[int, int]:
+    """The first of the 624 words of an MT19937 and how many are used up, read from memory in 1 µs."""
+    address = generator.ctypes.state_address
+    return ctypes.c_uint32.from_address(address).value, ctypes.c_uint32.from_address(address + 4 * 624).value
+
+
+@dataclass(slots=True)
 class Ambient:
     """The process-wide state that one rank, or the notebook, sees as its own."""
 
     torch_random: torch.Tensor
-    numpy_random: Any  # the generator itself: numpy swaps generators far faster than their states
+    numpy_random: NumpyRandom
     python_random: Any
     default_dtype: torch.dtype
 
@@ -34,7 +79,7 @@ class Ambient:
     def of_this_moment(cls) -> Ambient:
         return cls(
             torch.default_generator.get_state(),
-            get_bit_generator(),
+            NumpyRandom.of_this_moment(),
             random.getstate(),
             torch.get_default_dtype(),
         )
@@ -42,12 +87,13 @@ class Ambient:
     def keep(self) -> None:
         """Take over what has become of the state that is in place."""
         self.torch_random = torch.default_generator.get_state()
+        self.numpy_random.keep()
         self.python_random = random.getstate()
         self.default_dtype = torch.get_default_dtype()
 
     def put_in_place(self) -> None:
         torch.default_generator.set_state(self.torch_random)
-        set_bit_generator(self.numpy_random)
+        self.numpy_random.put_in_place()
         random.setstate(self.python_random)
         if torch.get_default_dtype() != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
@@ -60,15 +106,13 @@ def seeded(n_ranks: int, seed: int) -> list[Ambient]:
     """Where ranks start: all from the same seed, as the processes of torchrun do."""
     while len(_numpy_generators) < n_ranks:
         _numpy_generators.append(np.random.MT19937())
-    before = get_bit_generator()
-    for generator in _numpy_generators[:n_ranks]:
-        set_bit_generator(generator)
-        np.random.seed(seed)
-    set_bit_generator(before)
     torch_random = torch.Generator().manual_seed(seed).get_state()
     python_random = random.Random(seed).getstate()
     dtype = torch.get_default_dtype()
-    return [Ambient(torch_random, _numpy_generators[rank], python_random, dtype) for rank in range(n_ranks)]
+    return [
+        Ambient(torch_random, NumpyRandom.seeded(generator, seed), python_random, dtype)
+        for generator in _numpy_generators[:n_ranks]
+    ]
 
 
 def name_rank(rank: int) -> None:

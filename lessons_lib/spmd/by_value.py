@@ -26,6 +26,9 @@ def _code_with_file_name(code: types.CodeType) -> Any:
     return rebuild, tuple(code.co_filename if field == "<dynamic-code>" else field for field in fields)
 
 
+_EMPTY = types.CellType()  # of a variable that a closure names and nothing has set yet
+
+
 class _Pickler(cloudpickle.Pickler):
     dispatch_table: ClassVar[Any] = collections.ChainMap(
         {types.CodeType: _code_with_file_name}, cloudpickle.Pickler.dispatch_table
@@ -60,7 +63,7 @@ def _culprit(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
     code = getattr(fn, "__code__", None)
     if code is not None:
         cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
-        used |= {f"the variable {name!r}": cell.cell_contents for name, cell in cells}
+        used |= {f"the variable {name!r}": cell.cell_contents for name, cell in cells if cell != _EMPTY}
         module = fn.__globals__
         used |= {f"the variable {name!r}": module[name] for name in code.co_names if name in module}
     for name, value in used.items():

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lessons_lib.spmd.threads import Rank, World
 
 LONGEST_MESSAGE = 4_000
+MOST_FRAMES = 10  # lines of a traceback shown at either end: a recursion has a thousand
 
 # What a message of torch means for somebody whose ranks were started by run.
 _HINTS = (
@@ -55,6 +56,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
     ]
     text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def count(number: int, thing: str) -> str:
+    """``1 rank``, ``4 ranks``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def group_text(operation: Operation) -> str:
@@ -96,8 +102,8 @@ def waiting(world: World) -> tuple[Waiting, ...]:
 def deadlock(world: World) -> str:
     waits = waiting(world)
     still = [wait.rank for wait in waits]
-    lines = [*_cleaning_up(world)]
-    lines += [f"Deadlock: {ranks_text(still)} of {len(world.ranks)} wait, and no rank can go on.", ""]
+    verb = "waits" if len(still) == 1 else "wait"
+    lines = [f"Deadlock: {ranks_text(still)} of {len(world.ranks)} {verb}, and no rank can go on.", ""]
     lines += standing_ranks(world)
     lines += ["", *_diagnosis(waits, world)]
     return "\n".join(lines)
@@ -138,11 +144,18 @@ def _diagnosis(waits: Sequence[Waiting], world: World) -> list[str]:
         waited_for = next(wait for wait in waits if set(wait.missing) & set(gone))
         missing = [rank for rank in gone if rank in waited_for.missing]
         verb = "has" if len(missing) == 1 else "have"
-        return [
-            f"Why: {ranks_text(missing)} {verb} returned and will never join "
-            f"{waited_for.operation.split('(')[0]} #{waited_for.sequence}.",
-            "Try: let every rank of the group make the same calls in the same order.",
-        ]
+        kind = waited_for.operation.split("(")[0]
+        never, remedy = {
+            "send": ("receive it", "pair every send with a recv on the other side."),
+            "recv": ("send it", "pair every recv with a send on the other side."),
+        }.get(
+            kind,
+            (
+                f"join {kind} #{waited_for.sequence}",
+                "let every rank of the group make the same calls in the same order.",
+            ),
+        )
+        return [f"Why: {ranks_text(missing)} {verb} returned and will never {never}.", f"Try: {remedy}"]
     if cycle:
         path = " -> ".join(str(rank) for rank in [*cycle, cycle[0]])
         kinds = {by_rank[rank].operation.split("(")[0] for rank in cycle}
@@ -178,14 +191,14 @@ def find_cycle(waits_for: dict[int, tuple[int, ...]]) -> list[int]:
     return best
 
 
-def _cleaning_up(world: World) -> list[str]:
-    """Exceptions that were in flight when a rank stood still while cleaning up."""
+def cleaning_up(world: World) -> str:
+    """Exceptions in flight in ranks that communicate while cleaning up: what went wrong first."""
     lines = []
     for rank in world.ranks:
-        if rank.state == "waiting" and rank.cleaning_up_after is not None:
+        if rank.cleaning_up_after is not None:
             lines += [*_report_of(rank, rank.cleaning_up_after), ""]
-            lines += [f"Cleaning up after that, rank {rank.number} waits in a communication of its own.", ""]
-    return lines
+            lines += [f"Cleaning up after that, rank {rank.number} began a communication of its own.", "", ""]
+    return "\n".join(lines)
 
 
 # ---- disagreement ----
@@ -295,25 +308,36 @@ def _report_of(rank: Rank, error: BaseException) -> list[str]:
     if isinstance(error, SystemExit):
         headline = f"rank {rank.number} called sys.exit({error.code!r})"
     else:
-        message = shortened(str(error))
+        message = shortened(text_of(error))
         headline = (
             f"rank {rank.number} raised {name}: {message}" if message else f"rank {rank.number} raised {name}"
         )
     lines = [headline]
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_machinery(frame.filename)]
-    for frame in own:
-        lines.append(f"      {line_of(frame.filename, frame.lineno or 0, frame.name)}")
+    for number, frame in enumerate(own):
+        if number < MOST_FRAMES or number >= len(own) - MOST_FRAMES:
+            lines.append(f"      {line_of(frame.filename, frame.lineno or 0, frame.name)}")
+        elif number == MOST_FRAMES:
+            lines.append(f"      ... {len(own) - 2 * MOST_FRAMES:,} calls left out ...")
     if frames and (not own or frames[-1] is not own[-1]):
         last = frames[-1]
         lines.append(f"      in {last.name} ({'/'.join(last.filename.split('/')[-3:])}, line {last.lineno})")
     for pattern, hint in _HINTS:
-        if re.search(pattern, str(error)):
+        if re.search(pattern, text_of(error)):
             lines.append(f"Try: {hint}")
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and type(cause).__name__ != "Stopped":
-        lines.append(f"  while handling {type(cause).__name__}: {shortened(str(cause))}")
+        lines.append(f"  while handling {type(cause).__name__}: {shortened(text_of(cause))}")
     return lines
+
+
+def text_of(error: BaseException) -> str:
+    """``str(error)``, also of an exception whose own ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text cannot be shown: __str__ raised {type(failure).__name__})"
 
 
 def shortened(message: str) -> str:
@@ -332,7 +356,10 @@ def too_long(world: World, timeout_s: float) -> RunTimeoutError:
             lines += [f"  rank {rank.number} was running", f"      {_line_of_thread(rank)}"]
     lines += standing_ranks(world)
     if running:
-        lines += ["", f"Try: look at the line above; {ranks_text(running)} never came to a communication."]
+        lines += [
+            "",
+            f"Try: look at the line above; {ranks_text(running)} did not come to a next communication.",
+        ]
     return RunTimeoutError("\n".join(lines))
 
 

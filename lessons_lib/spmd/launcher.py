@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lessons_lib.errors import RefusedError, RunError
+from lessons_lib.errors import DeadlockError, RankError, RefusedError, RunError
 from lessons_lib.spmd import _torch_internals, by_value, doctor, threads
 from lessons_lib.spmd.thread_group import ThreadGroup
 from lessons_lib.spmd.trace import Trace
+from lessons_lib.views import Figure, lanes
 
 TRANSPORTS = ("threads",)
 
@@ -27,19 +28,55 @@ class Run:
 
     ranks: int
     values: list[Any]
+    endings: tuple[str, ...] = field(repr=False)  # what became of each rank, in a few words
     trace: Trace = field(repr=False)
     seconds: float
+    name: str = "run"  # of the function
     transport: str = "threads"
     error: BaseException | None = field(default=None, repr=False)
 
-    def picture(self, theme: str = "light") -> Any:
-        """One lane per rank, with messages as arrows, and the traffic table below."""
-        from lessons_lib.views import run_picture
-
-        return run_picture(self, theme)
+    def picture(self, theme: str = "light") -> Figure:
+        """One lane per rank, with messages as arrows and what each returned; the traffic table below."""
+        clock, timeline = self.trace.clock, self.trace.timeline
+        return lanes(
+            timeline,
+            self.trace.traffic,
+            title=f"{self.name} on {doctor.count(self.ranks, 'rank')}, {clock}: {self.seconds * 1000:.3g} ms",
+            subtitle="Each lane counts its rank's own time; communication is counted in bytes, not in time.",
+            notes=[(rank, timeline.end_of(rank), ending) for rank, ending in enumerate(self.endings)],
+            failed=[rank for rank, ending in enumerate(self.endings) if not ending.startswith("returned")],
+            events=self.trace.events,
+            theme=theme,
+        )
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {**self.picture()._repr_mimebundle_(), "text/plain": repr(self)}
+        return self.picture()._repr_mimebundle_()
+
+
+def _ending(rank: threads.Rank, error: BaseException | None) -> str:
+    """What became of a rank, in a few words."""
+    if rank.returned:
+        return "returned" if rank.value is None else f"returned {_short(rank.value)}"
+    if isinstance(error, RankError) and error.rank == rank.number:
+        return f"raised {type(error.cause).__name__}"
+    if isinstance(error, DeadlockError):
+        for waiting in error.waiting:
+            if waiting.rank == rank.number:
+                return f"waits for {doctor.ranks_text(waiting.missing)}"
+    return "stopped"
+
+
+def _short(value: Any) -> str:
+    """A returned value in at most 24 characters; a tensor by its shape if it is large."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        if value.numel() > 4:
+            return f"tensor{list(shape)}"
+        value = value.item() if value.numel() == 1 else value.tolist()
+    if not isinstance(value, (bool, int, float, complex, str, bytes, tuple, list, dict, set)):
+        return type(value).__name__
+    text = f"{value:.6g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 24 else f"{text[:23]}\u2026"
 
 
 def run(
@@ -83,7 +120,16 @@ def run(
         tuple(rank.clock_s for rank in world.ranks),
     )
     error = _error_of(world, stuck)
-    result = Run(ranks, [rank.value for rank in world.ranks], trace, seconds, transport, error)
+    result = Run(
+        ranks,
+        [rank.value for rank in world.ranks],
+        tuple(_ending(rank, error) for rank in world.ranks),
+        trace,
+        seconds,
+        getattr(fn, "__name__", type(fn).__name__),
+        transport,
+        error,
+    )
     if isinstance(error, RunError):
         error.run = result
     if error is not None:
@@ -111,7 +157,7 @@ def _refuse(fn: Any, ranks: Any, transport: Any, timeout_s: Any) -> None:
     if transport not in TRANSPORTS:
         known = ", ".join(f'"{name}"' for name in TRANSPORTS)
         raise RefusedError(f"transport={transport!r} is unknown; known: {known}.")
-    if timeout_s is not None and not timeout_s > 0:
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise RefusedError(f"timeout_s={timeout_s!r}: give a number of seconds above 0, or leave it out.")
 
 

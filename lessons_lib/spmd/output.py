@@ -73,7 +73,7 @@ class LabelledStream(io.TextIOBase):
             )
 
     def _show(self, rank: int, line: str) -> None:
-        line = line.rsplit("\r", 1)[-1]
+        line = _drawn_last(line)
         if self._shown.get(rank, 0) >= MOST_PER_RANK:
             self._hidden[rank] = self._hidden.get(rank, 0) + len(line) + 1
             return
@@ -85,7 +85,7 @@ class LabelledStream(io.TextIOBase):
         self.base.write(f"{start}[rank {rank}] {line}\n")
 
     def _redraw(self, rank: int, text: str) -> None:
-        state = text.rsplit("\r", 1)[-1]
+        state = _drawn_last(text)
         if state:
             start = "\r" if self._bar_of in (None, rank) else "\n"
             self.base.write(f"{start}[rank {rank}] {state}")
@@ -106,6 +106,11 @@ class LabelledStream(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self.base.encoding
+
+
+def _drawn_last(text: str) -> str:
+    """What a line shows after its carriage returns: ``print(step, end="\\r")`` ends with one."""
+    return text.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 @contextlib.contextmanager

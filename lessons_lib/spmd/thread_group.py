@@ -89,9 +89,10 @@ class Pending(Work):
         self.wait()
 
     def is_completed(self) -> bool:
+        """Whether the result is there. Once this says so, it is in the buffer, as torch promises."""
         if not self._is_met():
             self.rank.world.let_others_run()
-        return self._is_met()
+        return self._is_met() and self.wait()
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -144,7 +145,6 @@ class ThreadGroup(ProcessGroup):
         super().__init__(self.index, len(members))
         self._name = name
         self._n_collectives = 0
-        self._n_messages: dict[tuple[str, int], int] = {}
 
     # ---- what torch asks of every group ----
 
@@ -235,7 +235,7 @@ class ThreadGroup(ProcessGroup):
         return self._collective(
             "all_gather",
             inputs,
-            outputs[0],
+            self._one_for_each(outputs[0], "all_gather receives"),
             lambda sent: [[s[0] for s in sent]] * self.size(),
             n_elements=inputs[0].numel() * self.size(),
         )
@@ -261,7 +261,7 @@ class ThreadGroup(ProcessGroup):
         name, combine = self._reduction(opts)
         return self._collective(
             "reduce_scatter",
-            inputs[0],
+            self._one_for_each(inputs[0], "reduce_scatter sends"),
             outputs,
             lambda sent: [[combine([s[i] for s in sent])] for i in range(self.size())],
             detail=name,
@@ -272,6 +272,8 @@ class ThreadGroup(ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         name, combine = self._reduction(opts)
+        for tensor in inputs:
+            self._even(tensor.numel(), "reduce_scatter", "elements")
 
         def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
             whole = [combine([s[k].reshape(-1) for s in sent]) for k in range(len(inputs))]
@@ -287,7 +289,7 @@ class ThreadGroup(ProcessGroup):
         return self._collective(
             "gather",
             inputs,
-            outputs[0] if self.index == root else [],
+            self._one_for_each(outputs[0], "the root of gather receives") if self.index == root else [],
             lambda sent: [[s[0] for s in sent] if i == root else [] for i in range(self.size())],
             root=root,
             n_elements=inputs[0].numel() * self.size(),
@@ -297,7 +299,7 @@ class ThreadGroup(ProcessGroup):
         root = opts.rootRank
         return self._collective(
             "scatter",
-            inputs[0] if self.index == root else [],
+            self._one_for_each(inputs[0], "the root of scatter sends") if self.index == root else [],
             outputs,
             lambda sent: [[sent[root][i]] for i in range(self.size())],
             root=root,
@@ -307,6 +309,9 @@ class ThreadGroup(ProcessGroup):
         )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        self._one_for_each(outputs, "all_to_all receives")
+        self._one_for_each(inputs, "all_to_all sends")
+
         def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
             return [[s[i] for s in sent] for i in range(self.size())]
 
@@ -321,7 +326,10 @@ class ThreadGroup(ProcessGroup):
         opts: Any = None,
     ) -> Work:
         def parts(tensor: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
-            return list(tensor.split(list(sizes)) if sizes else tensor.chunk(self.size()))
+            if sizes:
+                return list(tensor.split(list(sizes)))
+            self._even(len(tensor), "all_to_all", "rows")
+            return list(tensor.tensor_split(self.size()))
 
         return self.alltoall(parts(output, output_split_sizes), parts(input, input_split_sizes), opts)
 
@@ -329,6 +337,20 @@ class ThreadGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         return self._collective("barrier", [], [], lambda sent: [[]] * self.size())
+
+    def _one_for_each(self, tensors: Tensors, who: str) -> Tensors:
+        if len(tensors) != self.size():
+            raise ValueError(
+                f"{who} one tensor for each of the group's {self.size()} ranks, and got {len(tensors)}"
+            )
+        return tensors
+
+    def _even(self, size: int, kind: str, what: str) -> None:
+        if size % self.size():
+            raise ValueError(
+                f"{kind} cuts its tensor into {self.size()} equal pieces, one for each rank of the group, "
+                f"and it has {size} {what}"
+            )
 
     def _collective(
         self,
@@ -347,30 +369,32 @@ class ThreadGroup(ProcessGroup):
         """Issue a collective: ``exchange`` maps what each rank sent to what each rank receives."""
         rank = self._speaker()
         world = rank.world
-        self._n_collectives += 1
-        if n_elements is None:
-            n_elements = sum(tensor.numel() for tensor in inputs)
-        if dtype is None and inputs:
-            dtype = inputs[0].dtype
-        bytes_sent = (
-            bytes_by_ring(kind, n_elements, dtype.itemsize if dtype else 0, self.members, self.index, root)
-            if bytes_kept is None
-            else sum(tensor.nbytes for tensor in inputs) - bytes_kept
-        )
-        operation = self._operation(
-            rank,
-            kind,
-            self._n_collectives,
-            shapes or [tensor.shape for tensor in inputs],
-            dtype,
-            n_elements,
-            bytes_sent,
-            root=root,
-            detail="" if detail == "sum" else detail,
-        )
-        key = self._name, self._n_collectives
-        meeting = world.meetings.setdefault(key, Meeting(self.size()))
         with rank.clock_stopped(), plain_tensors():
+            self._n_collectives += 1
+            if n_elements is None:
+                n_elements = sum(tensor.numel() for tensor in inputs)
+            if dtype is None and inputs:
+                dtype = inputs[0].dtype
+            bytes_sent = (
+                bytes_by_ring(
+                    kind, n_elements, dtype.itemsize if dtype else 0, self.members, self.index, root
+                )
+                if bytes_kept is None
+                else sum(tensor.nbytes for tensor in inputs) - bytes_kept
+            )
+            operation = self._operation(
+                rank,
+                kind,
+                self._n_collectives,
+                shapes or [tensor.shape for tensor in inputs],
+                dtype,
+                n_elements,
+                bytes_sent,
+                root=root,
+                detail="" if detail == "sum" else detail,
+            )
+            key = self._name, self._n_collectives
+            meeting = world.meetings.setdefault(key, Meeting(self.size()))
             meeting.operations[self.index] = operation
             meeting.sent[self.index] = [_copy(tensor) for tensor in inputs]
             meeting.met_s = max(meeting.met_s, operation.issued_s)
@@ -379,6 +403,8 @@ class ThreadGroup(ProcessGroup):
                 if disagreement:
                     world.mismatch(disagreement)
                 del world.meetings[key]
+                for operation_of_rank in meeting.operations.values():
+                    operation_of_rank.met = True
                 meeting.results = exchange([meeting.sent[index] for index in range(self.size())])
                 meeting.sent.clear()
 
@@ -403,10 +429,10 @@ class ThreadGroup(ProcessGroup):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
         rank = self._speaker()
-        operation = self._message("send", tensors, dstRank, tag)
         with rank.clock_stopped(), plain_tensors():
+            operation = self._message("send", tensors, dstRank, tag)
             letter = Letter(operation, [_copy(tensor) for tensor in tensors], self.index)
-        self._post(letter, self._mailbox(dstRank, tag), is_send=True)
+            self._post(letter, self._mailbox(dstRank, tag), is_send=True)
         # A send is awaited like a receive, which proves cycles; but on the clock it takes no time.
         return Pending(
             rank,
@@ -419,9 +445,10 @@ class ThreadGroup(ProcessGroup):
 
     def recv(self, tensors: Tensors, srcRank: int | None, tag: int = 0) -> Work:
         rank = self._speaker()
-        operation = self._message("recv", tensors, srcRank, tag)
-        letter = Letter(operation, list(tensors), srcRank)
-        self._post(letter, self._mailbox(self.index, tag), is_send=False)
+        with rank.clock_stopped(), plain_tensors():
+            operation = self._message("recv", tensors, srcRank, tag)
+            letter = Letter(operation, list(tensors), srcRank)
+            self._post(letter, self._mailbox(self.index, tag), is_send=False)
         others = tuple(member for member in self.members if member != rank.number)
 
         def deliver() -> float:
@@ -444,13 +471,14 @@ class ThreadGroup(ProcessGroup):
         return self.recv(tensors, None, tag)
 
     def _message(self, kind: str, tensors: Tensors, peer: int | None, tag: int) -> Operation:
-        key = kind, -1 if peer is None else peer
-        self._n_messages[key] = self._n_messages.get(key, 0) + 1
+        # counted by what the trace tells apart: two groups may have the same name and members
+        counts, key = self.owner.n_messages, (self.label, self.members, kind, peer)
+        counts[key] = counts.get(key, 0) + 1
         n_elements = sum(tensor.numel() for tensor in tensors)
         return self._operation(
             self.owner,
             kind,
-            self._n_messages[key],
+            counts[key],
             [tensor.shape for tensor in tensors],
             tensors[0].dtype,
             n_elements,
@@ -474,6 +502,7 @@ class ThreadGroup(ProcessGroup):
                 ]:
                     self.owner.world.mismatch(doctor.different_message(sent.operation, received.operation))
                 letter.met, other.met = other, letter
+                sent.operation.met = received.operation.met = True
                 received.operation.peer = sent.operation.rank
                 received.operation.sequence = sent.operation.sequence
                 return
@@ -515,7 +544,7 @@ class ThreadGroup(ProcessGroup):
             dtype="" if dtype is None else str(dtype).removeprefix("torch."),
             n_elements=n_elements,
             bytes_sent=bytes_sent,
-            issued_s=rank.now(),
+            issued_s=rank.clock_s,
             where=rank.world.lines.here(),
             region="/".join(rank.regions),
             peer=peer,

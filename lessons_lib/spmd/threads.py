@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import math
 import sys
 import threading
 import time
@@ -58,11 +59,13 @@ class Rank:
     state: str = "ready"  # ready, running, waiting, done
     may_go_on: Callable[[], bool] = bool  # when waiting
     waits_for: Any = None  # when waiting: the Operation it stands in and a function naming whom it misses
-    cleaning_up_after: BaseException | None = None  # when waiting: the exception in flight, if any
+    cleaning_up_after: BaseException | None = None  # in a communication: the exception in flight, if any
     clock_s: float = 0.0
     resumed_at: float = 0.0
     regions: list[str] = field(default_factory=list)
+    n_messages: dict[Any, int] = field(default_factory=dict)  # sent or received, see thread_group
     value: Any = None
+    returned: bool = False
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     thread: threading.Thread | None = None
 
@@ -72,8 +75,9 @@ class Rank:
 
     @contextmanager
     def clock_stopped(self) -> Iterator[None]:
-        """Work done for all ranks, which costs the one that does it no time."""
+        """Our own work, and work done for all ranks, which costs the one that does it no time."""
         self.clock_s = self.now()
+        self.resumed_at = time.perf_counter()
         try:
             yield
         finally:
@@ -177,7 +181,7 @@ class World:
             if not self.stopped:
                 fn, args = by_value.unpack(packed)
                 rank.resumed_at = time.perf_counter()
-                rank.value = fn(*args)
+                rank.value, rank.returned = fn(*args), True
         except Stopped:
             pass
         except SystemExit as end:
@@ -197,8 +201,11 @@ class World:
         rank.state = "done"
         if self.ended.is_set():  # this run has been given up: its torch world is no longer in place
             return
-        _torch_internals.forget_groups()
-        finish(rank.number)
+        try:
+            _torch_internals.forget_groups()
+            finish(rank.number)
+        except BaseException as error:  # say so, and hand on the baton all the same
+            self._raised(rank, error)
         following = self._next_after(rank)
         if following is None and any(other.state == "waiting" for other in self.ranks):
             self.stop(self._standstill())
@@ -218,17 +225,21 @@ class World:
         """Let every rank end at its next wait. The first failure is the run's."""
         if not self.stopped:
             self.failure, self.stopped_at = failure, time.perf_counter()
+            for rank in self.ranks:
+                if rank.state == "waiting" and not rank.may_go_on():
+                    rank.waits_for.operation.waited_s = math.inf
 
     def mismatch(self, report: str) -> None:
         """Stop everybody: ranks disagree, and going on would give a wrong number."""
-        self.stop(MismatchError(report))
+        self._me().cleaning_up_after = sys.exc_info()[1]
+        self.stop(MismatchError(doctor.cleaning_up(self) + report))
         raise Stopped
 
     def _standstill(self) -> LessonsError:
-        disagreement = doctor.disagreement(self)
+        before, disagreement = doctor.cleaning_up(self), doctor.disagreement(self)
         if disagreement:
-            return MismatchError(disagreement)
-        error = DeadlockError(doctor.deadlock(self))
+            return MismatchError(before + disagreement)
+        error = DeadlockError(before + doctor.deadlock(self))
         error.waiting = doctor.waiting(self)
         return error
 
@@ -264,23 +275,26 @@ def launch(
         labelled(current_number) as finish,
     ):
         ambient.name_world(len(world.ranks))
-        for rank in world.ranks:
-            context = contextvars.copy_context()
-            rank.thread = threading.Thread(
-                target=context.run,
-                args=(world.run_rank, rank, packed, make_group, finish),
-                name=f"rank {rank.number}",
-                daemon=True,
-            )
-            rank.thread.start()
-        world.ranks[0].baton.release()
         try:
+            for rank in world.ranks:
+                context = contextvars.copy_context()
+                rank.thread = threading.Thread(
+                    target=context.run,
+                    args=(world.run_rank, rank, packed, make_group, finish),
+                    name=f"rank {rank.number}",
+                    daemon=True,
+                )
+                rank.thread.start()
+            world.ranks[0].baton.release()
             stuck = _wait_for_end(world, timeout_s)
         except KeyboardInterrupt as interrupt:
             world.stop(interrupt)
-            stuck = _wait_for_end(world, None)
+            try:
+                stuck = _wait_for_end(world, None)
+            except KeyboardInterrupt:  # a second one: do not wait until the ranks have stopped
+                stuck = world.abandon()
         for rank in world.ranks:
-            if rank not in stuck and rank.thread is not None:
+            if rank not in stuck and rank.thread is not None and rank.thread.ident is not None:
                 rank.thread.join()
         return stuck
 

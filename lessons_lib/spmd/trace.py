@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -16,11 +17,12 @@ from lessons_lib.timeline import COLLECTIVES, Event, Message, Span, Timeline, Tr
 
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(torch.__file__)
+_WRAPPERS = ("contextlib.py", "threading.py", "typing_extensions.py")  # of torch's deprecated functions
 
 
 def is_machinery(file: str) -> bool:
     """Whether a file belongs to torch, to this library or to the interpreter, not to the learner."""
-    return file.startswith((_LIBRARY, _TORCH, "<")) or file.endswith(("contextlib.py", "threading.py"))
+    return file.startswith((_LIBRARY, _TORCH, "<")) or file.endswith(_WRAPPERS)
 
 
 def display_name(file: str) -> str:
@@ -83,13 +85,15 @@ class Operation:
     peer: int | None = None
     root: int | None = None  # index in the group
     detail: str = ""  # the reduction, the tag: what else ranks must agree on
-    done_s: float | None = None
+    met: bool = False  # whether the other side came: before that, nothing is sent
+    done_s: float = math.inf
     waited_s: float = 0.0
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What the ranks of a collective must agree on."""
-        return self.kind, self.shapes, self.dtype, self.root, self.detail
+        """What the ranks of a collective must agree on. In an all-to-all each cuts as it likes."""
+        shapes = None if self.kind == "all_to_all" else self.shapes
+        return self.kind, shapes, self.dtype, self.root, self.detail
 
     def __str__(self) -> str:
         tensors = ", ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes)
@@ -107,9 +111,9 @@ class Operation:
             shape=self.shapes[0] if self.shapes else (),
             dtype=self.dtype,
             n_elements=self.n_elements,
-            bytes_sent=self.bytes_sent,
+            bytes_sent=self.bytes_sent if self.met else 0,
             issued_s=self.issued_s,
-            done_s=self.issued_s if self.done_s is None else self.done_s,
+            done_s=self.done_s,
             waited_s=self.waited_s,
             where=self.where,
             peer=self.peer,
@@ -160,18 +164,31 @@ class Trace:
         """Each rank's work, waiting and communication on one axis; messages as arrows."""
         spans: list[Span] = []
         free_since = [0.0] * self.n_ranks  # until when a rank's lane is filled
-        for event in sorted(self.events, key=lambda event: event.done_s):
-            rank, waits_from = event.rank, event.done_s - event.waited_s
-            if waits_from > free_since[rank]:
-                spans.append(Span(rank, free_since[rank], waits_from, "compute", event.region))
-            if event.waited_s > 0:
-                spans.append(Span(rank, waits_from, event.done_s, "wait", f"waits in {event.kind}"))
-            label = f"{event.kind} #{event.sequence} on {event.group}, {event.bytes_sent:,} bytes sent"
-            spans.append(Span(rank, event.done_s, event.done_s, event.kind, f"{label}; {event.where}"))
-            free_since[rank] = max(free_since[rank], event.done_s)
-        for rank, ended in enumerate(self.ended_s):
-            if ended > free_since[rank]:
-                spans.append(Span(rank, free_since[rank], ended, "compute"))
+        ended = list(self.ended_s)
+        horizon = max((*ended, *(event.issued_s for event in self.events)), default=0.0)
+        waits = [event for event in self.events if event.waited_s > 0]
+        for event in sorted(waits, key=lambda event: (event.done_s, event.issued_s)):
+            rank = event.rank
+            if math.isinf(event.waited_s):  # the rank stood in it when the run was stopped
+                since, until = max(event.issued_s, free_since[rank]), horizon
+                which = f"{event.kind} #{event.sequence} on {event.group}"
+                label = f"waits in {which} for ever; {event.where}"
+                ended[rank] = until
+            else:
+                since, until = max(event.done_s - event.waited_s, free_since[rank]), event.done_s
+                label = f"waits in {event.kind}"
+            if since > free_since[rank]:
+                spans.append(Span(rank, free_since[rank], since, "compute", event.region))
+            spans.append(Span(rank, since, until, "wait", label))
+            free_since[rank] = until
+        for event in self.events:
+            if math.isfinite(event.done_s):
+                label = f"{event.kind} #{event.sequence} on {event.group}, {event.bytes_sent:,} bytes sent"
+                done = event.done_s
+                spans.append(Span(event.rank, done, done, event.kind, f"{label}; {event.where}"))
+        for rank, end in enumerate(ended):
+            if end > free_since[rank]:
+                spans.append(Span(rank, free_since[rank], end, "compute"))
         return Timeline(self.n_ranks, tuple(spans), tuple(self._messages()), self.clock)
 
     def _messages(self) -> Iterable[Message]:
@@ -184,6 +201,6 @@ class Trace:
         for event in self.events:
             if event.kind == "recv" and event.peer is not None:
                 sent = sends.get((event.group, event.members, event.peer, event.rank, event.sequence))
-                if sent is not None:
+                if sent is not None and math.isfinite(event.done_s):
                     label = f"{sent.bytes_sent:,} bytes from rank {event.peer} to rank {event.rank}"
                     yield Message(event.peer, sent.issued_s, event.rank, event.done_s, label)

@@ -1,0 +1,260 @@
+"""From names of modules to parallel schemes: a serial model goes in, each rank's part of it comes out.
+
+A plan is a dict from patterns to schemes. A pattern is the name of a module, in which ``*`` stands for any
+one part between dots:
+
+>>> GPT_1D["blocks.*.mlp.up"]
+'column'
+
+The model itself stays as it is written; :func:`parallelize` replaces the linear layers that the plan names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from fractions import Fraction
+
+from torch import Tensor, nn
+
+from lessons_lib.errors import RefusedError
+from lessons_lib.layout import Layout
+from lessons_lib.mesh import Mesh
+from lessons_lib.models.gpt import MLP, Attention
+from lessons_lib.tensor_parallel import SCHEMES, Scheme, TensorParallelLinear
+from lessons_lib.tensor_parallel.linear import check_sizes, shard_parameter, unshard_parameter
+
+Plan = Mapping[str, str | Scheme]
+
+GPT_1D: Plan = {
+    "blocks.*.attention.qkv": "column",
+    "blocks.*.attention.proj": "row",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+}
+"""Megatron's 1D tensor parallelism: in each branch of a block a column layer feeds a row layer.
+
+Embeddings, norms and the head stay whole on every rank, and so do the tokens.
+"""
+
+
+def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+    """Replace the linear layers that ``plan`` names by this rank's blocks of them; return ``model``.
+
+    >>> from lessons_lib import run
+    >>> from lessons_lib.models.gpt import GPT, GPTConfig
+    >>> def step():
+    ...     model = parallelize(GPT(GPTConfig(L=1, H=4, D=16)), GPT_1D, Mesh(tp=2))
+    ...     return {name: tuple(p.shape) for name, p in model.named_parameters() if "attention." in name}
+    >>> run(step, ranks=2).values[0]["blocks.0.attention.qkv.weight"]
+    (16, 24)
+
+    Every rank calls this with a copy of the same serial model. Parameters keep their names; modules that the
+    plan does not name stay whole on every rank. There is no communication. On a mesh of one rank the blocks
+    are the whole layers.
+
+    Raises RefusedError, before the model is changed, if a pattern matches nothing (and suggests the nearest
+    names) or something that is no ``nn.Linear``, if two patterns match one module, if a scheme is unknown, if
+    the mesh does not divide a size or a number of heads, or if a layer inside a branch would be handed its
+    input in another layout than it needs.
+    """
+    for name, scheme in check(model, plan, mesh.sizes).items():
+        model.set_submodule(name, TensorParallelLinear.from_linear(_linear(model, name), scheme, mesh))
+    return model
+
+
+def check(model: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> dict[str, Scheme]:
+    """Refuse what :func:`parallelize` would refuse on a mesh of ``sizes``; return each layer's scheme.
+
+    Needs no ranks and, with a model on the meta device, no memory.
+
+    >>> check(nn.Sequential(nn.Linear(10, 6)), {"0": "row"}, {"tp": 4})
+    Traceback (most recent call last):
+    ...
+    lessons_lib.errors.RefusedError: 0: Layout("D@tp") on a mesh of tp=4: dim D of size 10 \
+cannot be cut evenly over tp=4, so into 4 blocks. Nearest sizes that can: 8, 12. \
+Legal degrees for 10: 1, 2, 5, 10.
+    """
+    schemes = assign(model, plan)
+    _check_branches(model, schemes, sizes)
+    for name, scheme in schemes.items():
+        layer = _linear(model, name)
+        try:
+            check_sizes(scheme, layer.in_features, layer.out_features, sizes)
+        except RefusedError as refusal:
+            raise RefusedError(f"{name}: {refusal}") from None
+    return schemes
+
+
+def assign(model: nn.Module, plan: Plan) -> dict[str, Scheme]:
+    """Return the scheme of every module that ``plan`` names, in the model's order. Needs no ranks.
+
+    >>> list(assign(nn.Sequential(nn.Linear(2, 4), nn.GELU(), nn.Linear(4, 2)), {"0": "column", "2": "row"}))
+    ['0', '2']
+    """
+    claimed_by: dict[str, str] = {}
+    scheme_of = {pattern: _scheme(pattern, entry) for pattern, entry in plan.items()}
+    for pattern in plan:
+        matches = [name for name, _ in model.named_modules() if _fits(name, pattern)]
+        if not matches:
+            layers = _linear_patterns(model)
+            raise RefusedError(
+                f"the plan names {pattern!r}, but the model has no module of that name. "
+                f"{_suggest(pattern, layers)}Linear layers of this model: {', '.join(layers) or 'none'}. "
+                f"('*' stands for one part between dots.)"
+            )
+        for name in matches:
+            if name in claimed_by:
+                raise RefusedError(
+                    f"two patterns of the plan, {claimed_by[name]!r} and {pattern!r}, match the module "
+                    f"{name!r}; a module has one scheme. Make one of them narrower."
+                )
+            claimed_by[name] = pattern
+            _check_is_linear(model, name, pattern)
+    return {name: scheme_of[claimed_by[name]] for name, _ in model.named_modules() if name in claimed_by}
+
+
+def shard_state(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Cut tensors that are shaped like the serial model's parameters into this rank's blocks of them.
+
+    ``state`` maps names of parameters to tensors: the parameters themselves, gradients, an optimizer's
+    moments. No communication.
+    """
+    layers = _parallel_layers(model)
+    return {
+        name: shard_parameter(name.rpartition(".")[2], tensor, layers[name].scheme, mesh)
+        if name in layers
+        else tensor.clone()
+        for name, tensor in state.items()
+    }
+
+
+def unshard_state(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Gather, on every rank, the serial form of tensors shaped like this rank's parameters of ``model``.
+
+    The inverse of :func:`shard_state`. Tensors of layers that are whole on every rank are copied, not
+    compared: each rank returns its own.
+    """
+    layers = _parallel_layers(model)
+    return {
+        name: unshard_parameter(name.rpartition(".")[2], tensor, layers[name].scheme, mesh)
+        if name in layers
+        else tensor.clone()
+        for name, tensor in state.items()
+    }
+
+
+def serial_gradients(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    """Gather every parameter's gradient, on every rank, in the shape the serial model has it."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return unshard_state(model, gradients, mesh)
+
+
+def traffic(model: nn.Module, n_tokens: int, mesh: Mesh) -> dict[str, int | Fraction]:
+    """Return the elements a rank sends in one forward and one backward pass over ``n_tokens``, by formula.
+
+    The sum of its layers' ``scheme.traffic``, by the ring convention; bias gradients that are summed over
+    ranks come on top, in the schemes that have any.
+    """
+    total: dict[str, int | Fraction] = {"forward": 0, "backward": 0}
+    for layer in model.modules():
+        if isinstance(layer, TensorParallelLinear):
+            for direction, n in layer.scheme.traffic(n_tokens, layer.D, layer.F, mesh.sizes).items():
+                total[direction] += n
+    return total
+
+
+def _scheme(pattern: str, entry: str | Scheme) -> Scheme:
+    if isinstance(entry, str) and entry in SCHEMES:
+        return SCHEMES[entry]
+    if not isinstance(entry, str | type) and hasattr(entry, "traffic"):
+        return entry
+    near = _suggest(entry, SCHEMES) if isinstance(entry, str) else ""
+    raise RefusedError(
+        f"the plan gives {pattern!r} the scheme {entry!r}, which does not exist. {near}There are: "
+        f"{', '.join(SCHEMES)}; an instance of a class of your own will do, too."
+    )
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)  # assign has seen to it
+    return layer
+
+
+def _parallel_layers(model: nn.Module) -> dict[str, TensorParallelLinear]:
+    """Each cut parameter's name, with the layer it belongs to."""
+    return {
+        f"{prefix}.{name}" if prefix else name: layer
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, TensorParallelLinear)
+        for name, _ in layer.named_parameters()
+    }
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _linear_patterns(model: nn.Module) -> list[str]:
+    """The names of the linear layers, their numbers replaced by ``*``, each once."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return list(dict.fromkeys(map(_starred, names)))
+
+
+def _starred(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _suggest(word: str, known: Mapping[str, object] | list[str]) -> str:
+    near = get_close_matches(_starred(word), known, n=2)
+    return f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+
+
+def _check_is_linear(model: nn.Module, name: str, pattern: str) -> None:
+    module = model.get_submodule(name)
+    if isinstance(module, TensorParallelLinear):
+        raise RefusedError(
+            f"the plan's {pattern!r} matches {name!r}, which is cut already "
+            f"({type(module.scheme).__name__}); parallelize a serial model, and once."
+        )
+    if not isinstance(module, nn.Linear):
+        inside = _linear_patterns(module)
+        hint = f"Inside it are: {', '.join(f'{pattern}.{layer}' for layer in inside)}." if inside else ""
+        raise RefusedError(
+            f"the plan's {pattern!r} matches {name!r}, which is of type {type(module).__name__}; "
+            f"a scheme takes the place of an nn.Linear. {hint}".rstrip()
+        )
+
+
+_BRANCHES: dict[type[nn.Module], tuple[str, str]] = {Attention: ("qkv", "proj"), MLP: ("up", "down")}
+
+
+def _check_branches(model: nn.Module, schemes: Mapping[str, Scheme], sizes: Mapping[str, int]) -> None:
+    """Refuse to cut a head, and a second layer that needs its input as the first does not leave it."""
+
+    def scheme_of(name: str) -> Scheme | None:
+        layer = model.get_submodule(name)  # which may be parallel already
+        return layer.scheme if isinstance(layer, TensorParallelLinear) else schemes.get(name)
+
+    for name, module in model.named_modules():
+        layers = next((layers for kind, layers in _BRANCHES.items() if isinstance(module, kind)), None)
+        if layers is None:
+            continue
+        first, second = (f"{name}.{layer}".lstrip(".") for layer in layers)
+        giver, taker = scheme_of(first), scheme_of(second)
+        leaves = giver.Y if giver else Layout("B F")
+        takes = taker.X if taker else Layout("B D")
+        if leaves.cuts != takes.cuts:
+            raise RefusedError(
+                f"the plan makes {first} leave its output as {leaves!r}, but {second} takes its input as "
+                f"{takes!r}. Plan both: in 1D a 'column' layer feeds a 'row' layer."
+            )
+        if isinstance(module, Attention) and isinstance(module.qkv, nn.Linear):
+            n_heads = module.qkv.out_features // (3 * module.K)
+            try:
+                Layout.of({"heads": leaves.dim("F")}).local_shape((n_heads,), sizes)
+            except RefusedError as refusal:
+                raise RefusedError(f"{name} has {n_heads} heads, and no head is cut. {refusal}") from None

@@ -1,0 +1,136 @@
+"""What a launch costs, as ratios against what people would use instead, measured in one run.
+
+    make bench                     everything that takes seconds
+    python tests/bench.py --all    also 64 processes started by spawn, which takes minutes
+
+Absolute times depend on the machine and on what else it does; the ratio and the spread are the
+result. "goal" is what this project asks of itself on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from lessons_lib import Mesh, run
+from lessons_lib.errors import DeadlockError
+
+
+def work() -> float:
+    """What a first cell does on every rank."""
+    x = torch.full((8,), float(dist.get_rank()))
+    dist.all_reduce(x)
+    return x.sum().item()
+
+
+def _process(rank: int, n_ranks: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n_ranks)
+    work()
+    dist.destroy_process_group()
+
+
+def start_processes(method: str, n_ranks: int) -> None:
+    """The same work on processes, as the documentation of torch.multiprocessing shows it."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(
+            _process, args=(n_ranks, f"{folder}/rendezvous"), nprocs=n_ranks, start_method=method
+        )
+
+
+def run_threads(n_ranks: int) -> None:
+    assert run(lambda: work(), ranks=n_ranks).values == [8 * sum(range(n_ranks))] * n_ranks
+
+
+def run_mesh(n_ranks: int) -> None:
+    rows = {8: 2, 64: 8}[n_ranks]
+    run(lambda: Mesh(row=rows, col=n_ranks // rows)["col"].all_reduce(torch.ones(8)), ranks=n_ranks)
+
+
+def deadlock() -> None:
+    def skipped() -> None:
+        if dist.get_rank() != 2:
+            dist.barrier()
+
+    try:
+        run(skipped, ranks=8)
+    except DeadlockError:
+        return
+    raise AssertionError("no deadlock was reported")
+
+
+def import_in_new_process(statement: str) -> None:
+    subprocess.run([sys.executable, "-c", statement], check=True)
+
+
+def seconds(action: Callable[[], object], repeats: int, warm_up: int = 1) -> list[float]:
+    for _ in range(warm_up):
+        action()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def text(times: list[float]) -> str:
+    low, middle, high = (1000 * time for time in (min(times), statistics.median(times), max(times)))
+    return f"{middle:9.1f} ms ({low:.1f} to {high:.1f}, n={len(times)})"
+
+
+def report(what: str, times: list[float], goal_ms: float | None = None) -> None:
+    reached = ""
+    if goal_ms is not None:
+        reached = (
+            f"   goal {goal_ms:g} ms: {'reached' if statistics.median(times) * 1000 <= goal_ms else 'MISSED'}"
+        )
+    print(f"{what:44}{text(times):42}{reached}", flush=True)
+
+
+def ratio(what: str, times: list[float], ours: list[float], goal: float | None = None) -> None:
+    factor = statistics.median(times) / statistics.median(ours)
+    reached = "" if goal is None else f"   goal {goal:g} times: {'reached' if factor >= goal else 'MISSED'}"
+    print(f"  {what:42}{text(times):42}   {factor:,.0f} times thread ranks{reached}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="also start 64 processes by spawn")
+    options = parser.parse_args()
+
+    for n_ranks, goal in ((2, None), (8, 10), (64, 60)):
+        ours = seconds(lambda n=n_ranks: run_threads(n), repeats=20, warm_up=3)
+        report(f"launch {n_ranks} thread ranks", ours, goal)
+        ratio("fork with gloo", seconds(lambda n=n_ranks: start_processes("fork", n), 3), ours)
+        if n_ranks < 64 or options.all:
+            spawned = seconds(lambda n=n_ranks: start_processes("spawn", n), repeats=3, warm_up=0)
+            ratio("torch.multiprocessing.spawn with gloo", spawned, ours, 600 if n_ranks == 8 else None)
+    for n_ranks, goal in ((8, 20), (64, 200)):
+        report(
+            f"launch {n_ranks} thread ranks and a Mesh", seconds(lambda n=n_ranks: run_mesh(n), 10, 2), goal
+        )
+    report("deadlock of 8 ranks, launch to report", seconds(deadlock, 10, 2), 300)
+    empty = seconds(lambda: import_in_new_process("pass"), 5)
+    report("a Python that does nothing", empty)
+    report(
+        "a Python that imports lessons_lib",
+        seconds(lambda: import_in_new_process("import lessons_lib"), 5),
+        300,
+    )
+    report("a Python that imports torch", seconds(lambda: import_in_new_process("import torch"), 3))
+
+
+if __name__ == "__main__":
+    main()

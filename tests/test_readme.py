@@ -1,0 +1,52 @@
+"""What the README promises: its code prints what stands below it, its links lead somewhere, its numbers are true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tooling.source import read
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_code_prints_what_stands_below_it():
+    ((code, output),) = re.findall(r"```python\n(.*?)```\s+```text\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 8
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == (output, "")
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_to_files_and_sections(page):
+    text = (ROOT / page).read_text()
+    headings = {
+        re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in text.splitlines()
+        if line.startswith("#")
+    }
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        elif not target.startswith("http"):
+            assert (ROOT / target.split("#")[0]).exists(), target
+
+
+def test_the_map_names_every_lesson_with_its_minutes():
+    rows = dict(re.findall(r"\(notebooks/(\w+)\.ipynb\) \| (\d+) \|", README))
+    lessons = {path.stem: read(path) for path in sorted((ROOT / "notebooks" / "src").glob("*.py"))}
+    assert list(rows) == list(lessons)
+    for name, lesson in lessons.items():
+        minutes = sum(cell.metadata.get("minutes", 0) for cell in lesson.cells)
+        assert int(rows[name]) == minutes, f"{name} takes {minutes} minutes"
+
+
+def test_the_tree_names_what_is_there():
+    tree = README.split("## What is where")[1]
+    for name in re.findall(r"^  (\w+)/?  ", tree, re.MULTILINE):
+        folder, module = ROOT / "lessons_lib" / name, ROOT / "lessons_lib" / f"{name}.py"
+        assert folder.is_dir() or module.is_file(), name
