@@ -68,7 +68,7 @@ class RankError(RunError):
         """
         error = cls(report)
         if isinstance(cause, Exception):
-            with contextlib.suppress(TypeError):  # some types cannot be combined with ours
+            with contextlib.suppress(Exception):  # some types cannot be combined with ours
                 error = type(cls.__name__, (cls, type(cause)), {})(report)
         error.rank, error.cause = rank, cause
         return error

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from lessons_lib import Mesh, run
 from lessons_lib.errors import DeadlockError, MismatchError, RankError, RunError
-from lessons_lib.spmd.doctor import find_cycle, ranks_text
+from lessons_lib.spmd.doctor import find_cycle
+from lessons_lib.spmd.operation import ranks_text
 from lessons_lib.timeline import Waiting
 
 SOON_S = 0.3  # from the launch to the report

@@ -13,7 +13,7 @@ from tooling.execute import CellFailedError, execute
 from tooling.saved import PROJECT, WIDGET, clean, png_twin, width
 from tooling.source import cell_ids, notebook_path, read
 
-SOUND = '''\
+SOUND = """\
 # %% [markdown] minutes=1
 # # A sound lesson
 
@@ -33,7 +33,7 @@ SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="40" height="30"><circle r="
 # %% tags=["raises-exception"]
 print(f"{two = }" if "two" in dir() else "alone")
 raise ValueError("as promised")
-'''
+"""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the README promises: its code prints what stands below it, its links lead somewhere, its numbers are true."""
+"""What the README promises: its code prints what it says, its links lead somewhere, its numbers are true."""
 
 from __future__ import annotations
 

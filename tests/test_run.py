@@ -345,7 +345,7 @@ def test_regions_need_no_ranks() -> None:
     [
         (lambda: run(None, ranks=4), r"got None, which is what it returned.*run\(step, ranks=4\)"),  # type: ignore[arg-type]
         (lambda: run(torch.ones(1), ranks=4), r"got tensor\(\[1\.\]\), which is what it returned"),  # type: ignore[arg-type]
-        (lambda: run(4, ranks=4), r"needs a function and got 4\. Write run\(step, ranks=4\)"),  # type: ignore[arg-type]
+        (lambda: run(4, ranks=4), r"needs the function itself and got 4\. Write run\(step, ranks=4\)"),  # type: ignore[arg-type]
         (lambda: run(abs, ranks=0), r"ranks=0: a run needs a whole number of ranks, 1 or more\. Try ranks=4"),
         (lambda: run(abs, ranks=-2), r"ranks=-2"),
         (lambda: run(abs, ranks=2.0), r"ranks=2\.0"),  # type: ignore[arg-type]
@@ -751,7 +751,7 @@ def test_a_real_interrupt_stops_the_ranks_and_the_next_run_works() -> None:
             line = read_until(process, "INTERRUPTED")
             assert f"INTERRUPTED {name}" in line and "[3.0, 3.0, 3.0]" in line
             assert float(line.split()[2]) < (3.5 if name == "sleep" else 1.5)
-            assert ("rank 0 could not be stopped inside native code" in line) == (name == "sleep")
+            assert ("rank 0 could not be stopped in native code" in line) == (name == "sleep")
         read_until(process, "READY 5")  # somebody impatient
         for _ in range(2):
             time.sleep(0.1)

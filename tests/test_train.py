@@ -101,7 +101,7 @@ def test_training_reports_what_happened(capsys):
     assert f"bytes sent    {per_rank:,} by each rank in training, {4 * per_rank:,} by all together" in out
     assert re.search(r"speed +[\d,]+ tokens per second on this machine, where ranks take turns", out)
     assert "sample        The " in out
-    assert "30/30" in err, "a progress bar, from rank 0"
+    assert "30/30" in out, "a progress bar, from rank 0"
     assert "[rank 1]" not in err
 
 

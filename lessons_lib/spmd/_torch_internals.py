@@ -22,8 +22,11 @@ import torch.distributed.distributed_c10d as c10d
 # imported before any rank exists.
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import Work, _set_thread_isolation_mode  # type: ignore[attr-defined]
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 from torch.testing._internal.distributed import multi_threaded_pg
+from torch.utils import _pytree as pytree
 
 ProcessGroup: Any = dist.ProcessGroup  # its overloads would forbid to name arguments well
 TESTED_VERSION = "2.13.0"
@@ -34,6 +37,7 @@ __all__ = [
     "TESTED_VERSION",
     "ProcessGroup",
     "Work",
+    "await_results",
     "become_default_group",
     "forget_groups",
     "module_hooks_restored",
@@ -41,6 +45,7 @@ __all__ = [
     "plain_tensors",
     "register_group",
     "run_after_backward",
+    "storage_reducers",
     "warn_if_untested",
 ]
 
@@ -132,6 +137,47 @@ def run_after_backward(callback: Any) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def await_results(value: Any) -> None:
+    """Wait for every result of a functional collective in ``value``.
+
+    Such a tensor waits when it is first used. Returned from a rank it would be used by the
+    notebook, which is no rank and cannot wait.
+    """
+    for leaf in pytree.tree_leaves(value):
+        tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor.trigger_wait()
+
+
+def storage_reducers() -> dict[type, Any]:
+    """How pickle copies the memory of CPU tensors: as bytes, and one memory once.
+
+    torch's own way goes through ``torch.save`` for every tensor, which takes a millisecond each.
+    """
+    return {torch.UntypedStorage: _reduce_storage, torch.storage.TypedStorage: _reduce_typed_storage}
+
+
+def _reduce_storage(storage: torch.UntypedStorage) -> Any:
+    if storage.device.type != "cpu" or storage.is_shared():
+        return storage.__reduce__()
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return _storage_of, (memory.numpy().tobytes(),)
+
+
+def _storage_of(data: bytes) -> torch.UntypedStorage:
+    if not data:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
+
+
+def _reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:
+    return _typed_storage_of, (storage._untyped_storage, storage.dtype)
+
+
+def _typed_storage_of(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
 @contextlib.contextmanager

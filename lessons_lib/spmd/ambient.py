@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,20 +68,26 @@ def _mark(generator: Any) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Ambient:
-    """The process-wide state that one rank, or the notebook, sees as its own."""
+    """The process-wide state that one rank, or the notebook, sees as its own.
+
+    A class of the notebook is the same object in all ranks, so that what a rank returns is an
+    instance of the notebook's class. Its attributes are each rank's own.
+    """
 
     torch_random: torch.Tensor
     numpy_random: NumpyRandom
     python_random: Any
     default_dtype: torch.dtype
+    class_attributes: dict[type, dict[str, Any]]
 
     @classmethod
-    def of_this_moment(cls) -> Ambient:
+    def of_this_moment(cls, classes: Iterable[type]) -> Ambient:
         return cls(
             torch.default_generator.get_state(),
             NumpyRandom.of_this_moment(),
             random.getstate(),
             torch.get_default_dtype(),
+            {each: dict(vars(each)) for each in classes},
         )
 
     def keep(self) -> None:
@@ -90,6 +96,8 @@ class Ambient:
         self.numpy_random.keep()
         self.python_random = random.getstate()
         self.default_dtype = torch.get_default_dtype()
+        for each in self.class_attributes:
+            self.class_attributes[each] = dict(vars(each))
 
     def put_in_place(self) -> None:
         torch.default_generator.set_state(self.torch_random)
@@ -97,12 +105,18 @@ class Ambient:
         random.setstate(self.python_random)
         if torch.get_default_dtype() != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
+        for each, attributes in self.class_attributes.items():
+            for name in vars(each).keys() - attributes.keys():
+                type.__delattr__(each, name)
+            for name, value in attributes.items():
+                if vars(each).get(name) is not value:
+                    type.__setattr__(each, name, value)
 
 
 _numpy_generators: list[Any] = []  # one per rank, made once: making one takes as long as a small run
 
 
-def seeded(n_ranks: int, seed: int) -> list[Ambient]:
+def seeded(n_ranks: int, seed: int, classes: Sequence[type] = ()) -> list[Ambient]:
     """Where ranks start: all from the same seed, as the processes of torchrun do."""
     while len(_numpy_generators) < n_ranks:
         _numpy_generators.append(np.random.MT19937())
@@ -110,7 +124,13 @@ def seeded(n_ranks: int, seed: int) -> list[Ambient]:
     python_random = random.Random(seed).getstate()
     dtype = torch.get_default_dtype()
     return [
-        Ambient(torch_random, NumpyRandom.seeded(generator, seed), python_random, dtype)
+        Ambient(
+            torch_random,
+            NumpyRandom.seeded(generator, seed),
+            python_random,
+            dtype,
+            {each: dict(vars(each)) for each in classes},
+        )
         for generator in _numpy_generators[:n_ranks]
     ]
 
@@ -126,14 +146,17 @@ def name_world(n_ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def restored() -> Iterator[None]:
+def restored(classes: Iterable[type]) -> Iterator[None]:
     """Put everything back that a run of ranks can change for the notebook."""
-    ambient, environment, n_threads = Ambient.of_this_moment(), dict(os.environ), torch.get_num_threads()
+    ambient, environment = Ambient.of_this_moment(classes), dict(os.environ)
+    n_threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
         with _torch_internals.module_hooks_restored():
             yield
     finally:
         ambient.put_in_place()
+        if torch.are_deterministic_algorithms_enabled() != deterministic:
+            torch.use_deterministic_algorithms(deterministic)
         if torch.get_num_threads() != n_threads:
             torch.set_num_threads(n_threads)
         for name in os.environ.keys() - environment.keys():

@@ -1,8 +1,8 @@
 """Functions travel to ranks by value, so that ranks share no variable of the notebook.
 
-cloudpickle copies a function of a notebook cell with what it uses. Two things are added here: the
-copy keeps the name of its file, so that tracebacks still show the cell and its lines; and what
-cannot be copied is named.
+cloudpickle copies a function of a notebook cell with what it uses. Three things are added here: the
+copy keeps the name of its file, so that tracebacks still show the cell and its lines; tensors are
+copied fast; and what cannot be copied is named.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ import io
 import pickle
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 from cloudpickle.cloudpickle import _code_reduce
 
 from lessons_lib.errors import RefusedError
+from lessons_lib.spmd import _torch_internals
+
+
+class Packed(NamedTuple):
+    """A function and its arguments as bytes, and the notebook's classes that they use."""
+
+    pickled: bytes
+    classes: list[type]
 
 
 def _code_with_file_name(code: types.CodeType) -> Any:
@@ -26,25 +34,34 @@ def _code_with_file_name(code: types.CodeType) -> Any:
     return rebuild, tuple(code.co_filename if field == "<dynamic-code>" else field for field in fields)
 
 
-_EMPTY = types.CellType()  # of a variable that a closure names and nothing has set yet
-
-
 class _Pickler(cloudpickle.Pickler):
     dispatch_table: ClassVar[Any] = collections.ChainMap(
-        {types.CodeType: _code_with_file_name}, cloudpickle.Pickler.dispatch_table
+        {types.CodeType: _code_with_file_name, **_torch_internals.storage_reducers()},
+        cloudpickle.Pickler.dispatch_table,
     )
 
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self.classes: list[type] = []
 
-def _dumps(thing: Any) -> bytes:
+    def reducer_override(self, thing: Any) -> Any:
+        reduced = super().reducer_override(thing)
+        if isinstance(thing, type) and reduced is not NotImplemented:
+            self.classes.append(thing)  # a class of the notebook: others are found by their name
+        return reduced
+
+
+def _pack(thing: Any) -> Packed:
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(thing)
-    return buffer.getvalue()
+    pickler = _Pickler(buffer)
+    pickler.dump(thing)
+    return Packed(buffer.getvalue(), pickler.classes)
 
 
-def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> Packed:
     """Copy a function and its arguments into bytes that :func:`unpack` makes new objects of."""
     try:
-        return _dumps((fn, args))
+        return _pack((fn, args))
     except Exception as error:
         culprit = _culprit(fn, args)
         raise RefusedError(
@@ -53,8 +70,8 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def unpack(packed: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return pickle.loads(packed)
+def unpack(pickled: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return pickle.loads(pickled)
 
 
 def _culprit(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
@@ -62,13 +79,16 @@ def _culprit(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
     used: dict[str, Any] = {f"argument {index}": value for index, value in enumerate(args)}
     code = getattr(fn, "__code__", None)
     if code is not None:
-        cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
-        used |= {f"the variable {name!r}": cell.cell_contents for name, cell in cells if cell != _EMPTY}
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                used[f"the variable {name!r}"] = cell.cell_contents
+            except ValueError:  # not set yet
+                continue
         module = fn.__globals__
         used |= {f"the variable {name!r}": module[name] for name in code.co_names if name in module}
     for name, value in used.items():
         try:
-            _dumps(value)
+            _pack(value)
         except Exception:
             return f"{name} ({type(value).__name__})"
     return "something it uses"

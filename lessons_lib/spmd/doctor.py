@@ -1,24 +1,22 @@
 """Says why a run cannot go on: which rank waits in which operation, for whom, at which line.
 
-Pure text from the state of a :class:`~lessons_lib.spmd.threads.World`; decides nothing.
+Pure text from plain records; it knows no transport and decides nothing.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import traceback
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from lessons_lib.errors import RankError, RunTimeoutError
-from lessons_lib.spmd.trace import Operation, is_machinery, line_of
+from lessons_lib.spmd.lines import is_machinery, line_of
+from lessons_lib.spmd.operation import Operation, ranks_text
 from lessons_lib.timeline import Waiting, Where
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lessons_lib.spmd.threads import Rank, World
 
 LONGEST_MESSAGE = 4_000
 MOST_FRAMES = 10  # lines of a traceback shown at either end: a recursion has a thousand
@@ -37,128 +35,68 @@ _HINTS = (
 )
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 0 and 3``, ``ranks 0 to 6``.
+@dataclass(frozen=True)
+class Standing:
+    """Where one rank is. ``waits_in`` is the operation it stands in, ``last`` its latest one."""
 
-    >>> ranks_text([2]), ranks_text([0, 3]), ranks_text([0, 1, 2, 3, 5])
-    ('rank 2', 'ranks 0 and 3', 'ranks 0 to 3 and 5')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [
-        part
-        for run in runs
-        for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(rank) for rank in run])
-    ]
-    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    rank: int
+    ended: bool = False
+    waits_in: Operation | None = None
+    missing: tuple[int, ...] = ()  # global ranks it waits for
+    last: Operation | None = None
 
-
-def count(number: int, thing: str) -> str:
-    """``1 rank``, ``4 ranks``."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-def group_text(operation: Operation) -> str:
-    """``world``; ``group tp (ranks 0 and 1)``; ``group of ranks 0 and 3``."""
-    if operation.group == "world":
-        return "world"
-    if operation.group.startswith("ranks "):
-        return f"the group of {ranks_text(operation.members)}"
-    return f"group {operation.group} ({ranks_text(operation.members)})"
-
-
-def operation_text(operation: Operation) -> str:
-    if operation.kind == "send":
-        return f"{operation} to rank {operation.peer}"
-    if operation.kind == "recv":
-        return f"{operation} from {'any rank' if operation.peer is None else f'rank {operation.peer}'}"
-    return f"{operation}, #{operation.sequence} on {group_text(operation)}"
+    @property
+    def waiting(self) -> Waiting | None:
+        """The lasting record of a rank that stands still."""
+        if self.waits_in is None:
+            return None
+        operation = self.waits_in
+        return Waiting(
+            self.rank, str(operation), operation.group, operation.sequence, self.missing, operation.where
+        )
 
 
 # ---- standing still ----
 
 
-def waiting(world: World) -> tuple[Waiting, ...]:
-    """What every rank that stands still waits for, those left out whose wait has just ended."""
-    return tuple(
-        Waiting(
-            rank.number,
-            operation_text(rank.waits_for.operation),
-            rank.waits_for.operation.group,
-            rank.waits_for.operation.sequence,
-            rank.waits_for.missing(),
-            rank.waits_for.operation.where,
-        )
-        for rank in world.ranks
-        if rank.state == "waiting" and not rank.may_go_on()
-    )
-
-
-def deadlock(world: World) -> str:
-    waits = waiting(world)
-    still = [wait.rank for wait in waits]
+def deadlock(ranks: Sequence[Standing]) -> str:
+    still = [rank.rank for rank in ranks if rank.waits_in]
     verb = "waits" if len(still) == 1 else "wait"
-    lines = [f"Deadlock: {ranks_text(still)} of {len(world.ranks)} {verb}, and no rank can go on.", ""]
-    lines += standing_ranks(world)
-    lines += ["", *_diagnosis(waits, world)]
-    return "\n".join(lines)
+    lines = [f"Deadlock: {ranks_text(still)} of {len(ranks)} {verb}, and no rank can go on.", ""]
+    return "\n".join([*lines, *where_ranks_stand(ranks), "", *_diagnosis(ranks)])
 
 
-def standing_ranks(world: World) -> list[str]:
-    """Where every rank is, those that do the same together."""
-    same: dict[Any, list[int]] = {}
-    for wait in waiting(world):
-        same.setdefault((wait.operation, wait.missing, wait.where), []).append(wait.rank)
+def where_ranks_stand(ranks: Sequence[Standing]) -> list[str]:
+    """Where every rank is that waits or has ended, those that do the same together."""
+    same: dict[tuple[str, tuple[int, ...], Where], list[int]] = {}
+    for rank in ranks:
+        if rank.waits_in:
+            same.setdefault((str(rank.waits_in), rank.missing, rank.waits_in.where), []).append(rank.rank)
     lines = []
-    for (operation, missing, where), ranks in same.items():
-        verb = "waits" if len(ranks) == 1 else "wait"
+    for (operation, missing, where), numbers in same.items():
+        verb = "waits" if len(numbers) == 1 else "wait"
         whom = ranks_text(missing) if missing else "the others"
-        lines += [f"  {ranks_text(ranks)} {verb} for {whom} in {operation}", f"      {where}"]
-    for rank in world.ranks:
-        if rank.state == "done":
-            last = next((o for o in reversed(world.operations) if o.rank == rank.number), None)
-            lines.append(
-                f"  rank {rank.number} has returned"
-                + (
-                    f"; its last communication was {operation_text(last)}"
-                    if last
-                    else " without communicating"
-                )
-            )
-            if last:
-                lines.append(f"      {last.where}")
+        lines += [f"  {ranks_text(numbers)} {verb} for {whom} in {operation}", f"      {where}"]
+    for rank in ranks:
+        if rank.ended and rank.last is None:
+            lines.append(f"  rank {rank.rank} has returned without communicating")
+        elif rank.ended and rank.last is not None:
+            lines.append(f"  rank {rank.rank} has returned; its last communication was {rank.last}")
+            lines.append(f"      {rank.last.where}")
     return lines
 
 
-def _diagnosis(waits: Sequence[Waiting], world: World) -> list[str]:
+def _diagnosis(ranks: Sequence[Standing]) -> list[str]:
     """The reason in one sentence, and the way out in another."""
-    cycle = find_cycle({wait.rank: wait.missing for wait in waits})
-    gone = sorted({m for wait in waits for m in wait.missing if world.ranks[m].state == "done"})
-    by_rank = {wait.rank: wait for wait in waits}
-    if gone:
-        waited_for = next(wait for wait in waits if set(wait.missing) & set(gone))
-        missing = [rank for rank in gone if rank in waited_for.missing]
-        verb = "has" if len(missing) == 1 else "have"
-        kind = waited_for.operation.split("(")[0]
-        never, remedy = {
-            "send": ("receive it", "pair every send with a recv on the other side."),
-            "recv": ("send it", "pair every recv with a send on the other side."),
-        }.get(
-            kind,
-            (
-                f"join {kind} #{waited_for.sequence}",
-                "let every rank of the group make the same calls in the same order.",
-            ),
-        )
-        return [f"Why: {ranks_text(missing)} {verb} returned and will never {never}.", f"Try: {remedy}"]
+    ended = {rank.rank for rank in ranks if rank.ended}
+    for rank in ranks:
+        gone = [other for other in rank.missing if other in ended]
+        if rank.waits_in and gone:
+            return _waits_for_the_gone(rank.waits_in, gone)
+    cycle = find_cycle({rank.rank: rank.missing for rank in ranks if rank.waits_in})
     if cycle:
         path = " -> ".join(str(rank) for rank in [*cycle, cycle[0]])
-        kinds = {by_rank[rank].operation.split("(")[0] for rank in cycle}
+        kinds = {rank.waits_in.kind for rank in ranks if rank.waits_in and rank.rank in cycle}
         if kinds == {"send"}:
             remedy = "let one of them receive first, or use isend or batch_isend_irecv and wait afterwards."
         elif kinds == {"recv"}:
@@ -167,6 +105,19 @@ def _diagnosis(waits: Sequence[Waiting], world: World) -> list[str]:
             remedy = "bring the calls of these ranks into the same order."
         return [f"Why: each waits for the next in the cycle {path}.", f"Try: {remedy}"]
     return ["Why: what they wait for is never called.", "Try: pair every call with its other side."]
+
+
+def _waits_for_the_gone(operation: Operation, gone: list[int]) -> list[str]:
+    match operation.kind:
+        case "send":
+            never, remedy = "receive it", "pair every send with a recv on the other side."
+        case "recv":
+            never, remedy = "send it", "pair every recv with a send on the other side."
+        case kind:
+            never = f"join {kind} #{operation.sequence}"
+            remedy = "let every rank of the group make the same calls in the same order."
+    verb = "has" if len(gone) == 1 else "have"
+    return [f"Why: {ranks_text(gone)} {verb} returned and will never {never}.", f"Try: {remedy}"]
 
 
 def find_cycle(waits_for: dict[int, tuple[int, ...]]) -> list[int]:
@@ -191,44 +142,30 @@ def find_cycle(waits_for: dict[int, tuple[int, ...]]) -> list[int]:
     return best
 
 
-def cleaning_up(world: World) -> str:
-    """Exceptions in flight in ranks that communicate while cleaning up: what went wrong first."""
-    lines = []
-    for rank in world.ranks:
-        if rank.cleaning_up_after is not None:
-            lines += [*_report_of(rank, rank.cleaning_up_after), ""]
-            lines += [f"Cleaning up after that, rank {rank.number} began a communication of its own.", "", ""]
-    return "\n".join(lines)
+def cleaning_up(rank: int, error: BaseException) -> str:
+    """What opens the report when a rank got stuck while cleaning up: the error that came first."""
+    then = f"Cleaning up after that, rank {rank} began a communication of its own."
+    return "\n".join([*traceback_of(rank, error), "", then, "", ""])
 
 
 # ---- disagreement ----
 
 
-def disagreement(world: World) -> str:
-    """The first collective under way whose ranks disagree, or nothing."""
-    for meeting in world.meetings.values():
-        text = disagreement_in(meeting.operations.values())
-        if text:
-            missing = meeting.missing(next(iter(meeting.operations.values())).members)
-            return f"{text}\n  {ranks_text(missing)} did not arrive" if missing else text
-    return ""
-
-
-def disagreement_in(operations: Iterable[Operation]) -> str:
+def disagreement(operations: Sequence[Operation], missing: tuple[int, ...] = ()) -> str:
     """How the ranks of one collective disagree, or nothing."""
-    every = list(operations)
-    if len({operation.signature for operation in every}) < 2:
+    if len({operation.signature for operation in operations}) < 2:
         return ""
-    first = every[0]
-    what = _what_differs(every)
-    which = f"collective #{first.sequence} on {group_text(first)}"
+    first, what = operations[0], _what_differs(operations)
+    which = f"collective #{first.sequence} on {first.group_text}"
     lines = [f"Mismatch: the ranks disagree about the {what} of {which}.", ""]
-    same: dict[Any, list[int]] = {}
-    for operation in every:
-        same.setdefault((str(operation), operation.where), []).append(operation.rank)
-    for (text, where), ranks in same.items():
-        verb = "calls" if len(ranks) == 1 else "call"
-        lines += [f"  {ranks_text(ranks)} {verb} {text}", f"      {where}"]
+    same: dict[tuple[str, Where], list[int]] = {}
+    for operation in operations:
+        same.setdefault((str(operation).split(", #")[0], operation.where), []).append(operation.rank)
+    for (call, where), numbers in same.items():
+        verb = "calls" if len(numbers) == 1 else "call"
+        lines += [f"  {ranks_text(numbers)} {verb} {call}", f"      {where}"]
+    if missing:
+        lines.append(f"  {ranks_text(missing)} did not arrive")
     remedy = (
         "all ranks of a group must make the same calls in the same order."
         if what == "operation"
@@ -249,70 +186,52 @@ def _what_differs(operations: Sequence[Operation]) -> str:
     return "reduction"
 
 
-def different_groups(first: tuple[Any, ...], second: tuple[Any, ...]) -> str:
-    (members, rank, where), (other_members, other_rank, other_where) = first, second
-    return "\n".join([
-        "Mismatch: the ranks create different groups with the same call of new_group.",
-        "",
-        f"  rank {rank} creates the group of {ranks_text(members)}",
-        f"      {where}",
-        f"  rank {other_rank} creates the group of {ranks_text(other_members)}",
-        f"      {other_where}",
-        "",
-        "Try: every rank creates every group, also those it is not in, in the same order; "
-        "or use Mesh, which does.",
-    ])  # fmt: skip
+class Creation(NamedTuple):
+    """A call of ``new_group`` on one rank."""
+
+    members: tuple[int, ...]
+    rank: int
+    where: Where
+
+
+def different_groups(first: Creation, second: Creation) -> str:
+    lines = ["Mismatch: the ranks create different groups with the same call of new_group.", ""]
+    for creation in (first, second):
+        lines.append(f"  rank {creation.rank} creates the group of {ranks_text(creation.members)}")
+        lines.append(f"      {creation.where}")
+    rule = "every rank creates every group, also those it is not in, in the same order"
+    return "\n".join([*lines, "", f"Try: {rule}; or use Mesh, which does."])
 
 
 def different_message(sent: Operation, received: Operation) -> str:
     what = "dtype" if sent.dtype != received.dtype else "size"
-    return "\n".join([
-        f"Mismatch: a message is sent and received with another {what}.",
-        "",
-        f"  rank {sent.rank} calls {operation_text(sent)}",
-        f"      {sent.where}",
-        f"  rank {received.rank} calls {operation_text(received)}",
-        f"      {received.where}",
-        "",
-        f"Try: receive into a tensor of the {what} that is sent.",
-    ])  # fmt: skip
+    lines = [f"Mismatch: a message is sent and received with another {what}.", ""]
+    for operation in (sent, received):
+        lines += [f"  rank {operation.rank} calls {operation}", f"      {operation.where}"]
+    return "\n".join([*lines, "", f"Try: receive into a tensor of the {what} that is sent."])
 
 
 def wrong_buffer(operation: Operation, output: Tensor, result: Tensor) -> str:
     def text(tensor: Tensor) -> str:
         return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
-    return "\n".join([
-        f"Mismatch: rank {operation.rank} receives {text(result)} from {operation_text(operation)} "
-        f"into a buffer of {text(output)}.",
-        f"      {operation.where}",
-        "",
-        "Try: make the buffer as large as what arrives.",
-    ])  # fmt: skip
+    what = f"receives {text(result)} from {operation} into a buffer of {text(output)}"
+    lines = [f"Mismatch: rank {operation.rank} {what}.", f"      {operation.where}"]
+    return "\n".join([*lines, "", "Try: make the buffer as large as what arrives."])
 
 
 # ---- a rank that raised, a run that took too long ----
 
 
-def raised(world: World, rank: Rank, error: BaseException) -> RankError:
-    """The error of a run in which ``rank`` raised ``error``: its own traceback comes first."""
-    lines = _report_of(rank, error)
-    others = standing_ranks(world)
-    if others:
-        lines += ["", *others]
-    return RankError.of(rank.number, error, "\n".join(lines))
+def raised(rank: int, error: BaseException, ranks: Sequence[Standing]) -> str:
+    """``rank`` raised ``error``: its own traceback comes first, then where the others stand."""
+    others = where_ranks_stand(ranks)
+    return "\n".join([*traceback_of(rank, error), *(["", *others] if others else [])])
 
 
-def _report_of(rank: Rank, error: BaseException) -> list[str]:
-    name = type(error).__name__
-    if isinstance(error, SystemExit):
-        headline = f"rank {rank.number} called sys.exit({error.code!r})"
-    else:
-        message = shortened(text_of(error))
-        headline = (
-            f"rank {rank.number} raised {name}: {message}" if message else f"rank {rank.number} raised {name}"
-        )
-    lines = [headline]
+def traceback_of(rank: int, error: BaseException) -> list[str]:
+    """What a rank raised, and the learner's lines on the way to it."""
+    lines = [_headline(rank, error)]
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_machinery(frame.filename)]
     for number, frame in enumerate(own):
@@ -323,58 +242,44 @@ def _report_of(rank: Rank, error: BaseException) -> list[str]:
     if frames and (not own or frames[-1] is not own[-1]):
         last = frames[-1]
         lines.append(f"      in {last.name} ({'/'.join(last.filename.split('/')[-3:])}, line {last.lineno})")
-    for pattern, hint in _HINTS:
-        if re.search(pattern, text_of(error)):
-            lines.append(f"Try: {hint}")
+    lines += [f"Try: {hint}" for pattern, hint in _HINTS if re.search(pattern, text_of(error))]
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and type(cause).__name__ != "Stopped":
-        lines.append(f"  while handling {type(cause).__name__}: {shortened(text_of(cause))}")
+        lines.append(f"  while handling {type(cause).__name__}: {text_of(cause)}")
     return lines
 
 
+def _headline(rank: int, error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"rank {rank} called sys.exit({error.code!r})"
+    text = text_of(error)
+    return f"rank {rank} raised {type(error).__name__}" + (f": {text}" if text else "")
+
+
 def text_of(error: BaseException) -> str:
-    """``str(error)``, also of an exception whose own ``__str__`` fails."""
+    """``str(error)``, also of an exception whose own ``__str__`` fails; a very long one is cut."""
     try:
-        return str(error)
+        text = str(error)
     except Exception as failure:
         return f"(its text cannot be shown: __str__ raised {type(failure).__name__})"
+    more = len(text) - LONGEST_MESSAGE
+    return text if more <= 0 else f"{text[:LONGEST_MESSAGE]} ... (message cut, {more:,} more characters)"
 
 
-def shortened(message: str) -> str:
-    if len(message) <= LONGEST_MESSAGE:
-        return message
-    return (
-        f"{message[:LONGEST_MESSAGE]} ... (message cut, {len(message) - LONGEST_MESSAGE:,} more characters)"
-    )
-
-
-def too_long(world: World, timeout_s: float) -> RunTimeoutError:
-    running = [rank.number for rank in world.ranks if rank.state == "running"]
+def too_long(timeout_s: float, running: Sequence[tuple[int, Where]], ranks: Sequence[Standing]) -> str:
+    """A run took longer than it may; ``running`` are the ranks that had not stopped, and where."""
     lines = [f"The run took longer than its timeout_s={timeout_s:g} and was stopped.", ""]
-    for rank in world.ranks:
-        if rank.state == "running":
-            lines += [f"  rank {rank.number} was running", f"      {_line_of_thread(rank)}"]
-    lines += standing_ranks(world)
+    for rank, where in running:
+        lines += [f"  rank {rank} was running", f"      {where}"]
+    lines += where_ranks_stand(ranks)
     if running:
-        lines += [
-            "",
-            f"Try: look at the line above; {ranks_text(running)} did not come to a next communication.",
-        ]
-    return RunTimeoutError("\n".join(lines))
+        who = ranks_text([rank for rank, _ in running])
+        lines += ["", f"Try: look at the line above; {who} did not come to a next communication."]
+    return "\n".join(lines)
 
 
-def still_busy(stuck: Sequence[Rank]) -> str:
+def still_busy(stuck: Sequence[int]) -> str:
     """What is left of a run whose ranks could not be stopped."""
     if not stuck:
         return ""
-    who = ranks_text([rank.number for rank in stuck])
-    return f"\n{who} could not be stopped inside native code and will end when that call returns."
-
-
-def _line_of_thread(rank: Rank) -> Where:
-    frame = sys._current_frames().get(rank.thread.ident if rank.thread and rank.thread.ident else -1)
-    while frame is not None and is_machinery(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return Where("?", 0, "?")
-    return line_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return f"\n{ranks_text(list(stuck))} could not be stopped in native code and will end when it returns."

@@ -2,81 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from lessons_lib.errors import DeadlockError, RankError, RefusedError, RunError
 from lessons_lib.spmd import _torch_internals, by_value, doctor, threads
+from lessons_lib.spmd.operation import ranks_text
+from lessons_lib.spmd.result import Run, returned
 from lessons_lib.spmd.thread_group import ThreadGroup
 from lessons_lib.spmd.trace import Trace
-from lessons_lib.views import Figure, lanes
 
 TRANSPORTS = ("threads",)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What ``ranks`` ranks returned and did. In a notebook it shows itself as a picture.
-
-    ``values`` holds what each rank returned, in rank order (``None`` for one that did not get so
-    far), ``trace`` every communication, ``seconds`` the time the run took on this machine, in which
-    the ranks took turns.
-    """
-
-    ranks: int
-    values: list[Any]
-    endings: tuple[str, ...] = field(repr=False)  # what became of each rank, in a few words
-    trace: Trace = field(repr=False)
-    seconds: float
-    name: str = "run"  # of the function
-    transport: str = "threads"
-    error: BaseException | None = field(default=None, repr=False)
-
-    def picture(self, theme: str = "light") -> Figure:
-        """One lane per rank, with messages as arrows and what each returned; the traffic table below."""
-        clock, timeline = self.trace.clock, self.trace.timeline
-        return lanes(
-            timeline,
-            self.trace.traffic,
-            title=f"{self.name} on {doctor.count(self.ranks, 'rank')}, {clock}: {self.seconds * 1000:.3g} ms",
-            subtitle="Each lane counts its rank's own time; communication is counted in bytes, not in time.",
-            notes=[(rank, timeline.end_of(rank), ending) for rank, ending in enumerate(self.endings)],
-            failed=[rank for rank, ending in enumerate(self.endings) if not ending.startswith("returned")],
-            events=self.trace.events,
-            theme=theme,
-        )
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return self.picture()._repr_mimebundle_()
-
-
-def _ending(rank: threads.Rank, error: BaseException | None) -> str:
-    """What became of a rank, in a few words."""
-    if rank.returned:
-        return "returned" if rank.value is None else f"returned {_short(rank.value)}"
-    if isinstance(error, RankError) and error.rank == rank.number:
-        return f"raised {type(error.cause).__name__}"
-    if isinstance(error, DeadlockError):
-        for waiting in error.waiting:
-            if waiting.rank == rank.number:
-                return f"waits for {doctor.ranks_text(waiting.missing)}"
-    return "stopped"
-
-
-def _short(value: Any) -> str:
-    """A returned value in at most 24 characters; a tensor by its shape if it is large."""
-    shape = getattr(value, "shape", None)
-    if shape is not None:
-        if value.numel() > 4:
-            return f"tensor{list(shape)}"
-        value = value.item() if value.numel() == 1 else value.tolist()
-    if not isinstance(value, (bool, int, float, complex, str, bytes, tuple, list, dict, set)):
-        return type(value).__name__
-    text = f"{value:.6g}" if isinstance(value, float) else repr(value)
-    return text if len(text) <= 24 else f"{text[:23]}\u2026"
 
 
 def run(
@@ -109,26 +48,25 @@ def run(
     _refuse(fn, ranks, transport, timeout_s)
     _torch_internals.warn_if_untested()
     packed = by_value.pack(fn, args)
-    world = threads.World(ranks, seed)
+    world = threads.World(ranks, seed, packed.classes)
     everybody = tuple(range(ranks))
     began = time.perf_counter()
     stuck = threads.launch(world, packed, lambda rank: ThreadGroup(rank, "0", "world", everybody), timeout_s)
     seconds = time.perf_counter() - began
-    trace = Trace(
-        ranks,
-        tuple(operation.event() for operation in world.operations),
-        tuple(rank.clock_s for rank in world.ranks),
-    )
     error = _error_of(world, stuck)
     result = Run(
-        ranks,
-        [rank.value for rank in world.ranks],
-        tuple(_ending(rank, error) for rank in world.ranks),
-        trace,
-        seconds,
-        getattr(fn, "__name__", type(fn).__name__),
-        transport,
-        error,
+        ranks=ranks,
+        values=[rank.value for rank in world.ranks],
+        endings=tuple(_ending(rank, error) for rank in world.ranks),
+        trace=Trace(
+            ranks,
+            tuple(operation.event() for operation in world.operations),
+            tuple(rank.clock_s for rank in world.ranks),
+        ),
+        seconds=seconds,
+        name=getattr(fn, "__name__", type(fn).__name__),
+        transport=transport,
+        error=error,
     )
     if isinstance(error, RunError):
         error.run = result
@@ -140,12 +78,13 @@ def run(
 def _refuse(fn: Any, ranks: Any, transport: Any, timeout_s: Any) -> None:
     """Refuse what cannot work, before anything starts."""
     if not callable(fn):
+        called = "" if isinstance(fn, int | str) else ", which is what it returned"
         raise RefusedError(
-            f"run needs the function itself and got {fn!r}, which is what it returned. "
+            f"run needs the function itself and got {fn!r}{called}. "
             "Write run(step, ranks=4), not run(step(), ranks=4)."
-            if fn is None or not isinstance(fn, int | str)
-            else f"run needs a function and got {fn!r}. Write run(step, ranks=4)."
         )
+    if inspect.iscoroutinefunction(fn):
+        raise RefusedError("run calls a function on every rank; an async function would return a coroutine.")
     here = threads.current()
     if here is not None:
         raise RefusedError(
@@ -163,12 +102,25 @@ def _refuse(fn: Any, ranks: Any, transport: Any, timeout_s: Any) -> None:
 
 def _error_of(world: threads.World, stuck: list[threads.Rank]) -> BaseException | None:
     """The error a finished run ends with, if it failed."""
-    left = doctor.still_busy(stuck)
+    left = doctor.still_busy([rank.number for rank in stuck])
     if isinstance(world.failure, KeyboardInterrupt):
         return KeyboardInterrupt(f"the ranks were stopped{left}")
     if left and isinstance(world.failure, RunError):
         world.failure.add_report(left)
     return world.failure
+
+
+def _ending(rank: threads.Rank, error: BaseException | None) -> str:
+    """What became of a rank, in a few words."""
+    if rank.returned:
+        return returned(rank.value)
+    if isinstance(error, RankError) and error.rank == rank.number:
+        return f"raised {type(error.cause).__name__}"
+    if isinstance(error, DeadlockError):
+        for waiting in error.waiting:
+            if waiting.rank == rank.number:
+                return f"waits for {ranks_text(waiting.missing)}"
+    return "stopped"
 
 
 @contextmanager

@@ -13,21 +13,27 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import enum
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lessons_lib.errors import DeadlockError, LessonsError, MismatchError
+from lessons_lib.errors import DeadlockError, MismatchError, RankError, RunTimeoutError
 from lessons_lib.spmd import _torch_internals, ambient, by_value, doctor
+from lessons_lib.spmd.doctor import Creation, Standing
+from lessons_lib.spmd.lines import LineFinder, line_of_frame
+from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.output import labelled
-from lessons_lib.spmd.trace import LineFinder, Operation
+
+if TYPE_CHECKING:
+    from lessons_lib.spmd.exchange import Errand, Mailbox, Meeting
 
 GRACE_S = 2.0  # how long ranks may take to stop before they are left alone
 
@@ -37,6 +43,13 @@ _one_run = threading.Lock()
 
 class Stopped(BaseException):
     """Ends a rank that must not go on, through the learner's ``except Exception``."""
+
+
+class State(enum.Enum):
+    READY = enum.auto()  # may take the baton
+    RUNNING = enum.auto()  # has it
+    WAITING = enum.auto()  # may take it when its errand is met
+    ENDED = enum.auto()
 
 
 def current() -> Rank | None:
@@ -49,25 +62,28 @@ def current_number() -> int | None:
     return None if rank is None else rank.number
 
 
-@dataclass
+@dataclass(eq=False)
 class Rank:
     """One emulated rank: its thread, its place in the program, its clock."""
 
     number: int
     world: World
     ambient: ambient.Ambient
-    state: str = "ready"  # ready, running, waiting, done
-    may_go_on: Callable[[], bool] = bool  # when waiting
-    waits_for: Any = None  # when waiting: the Operation it stands in and a function naming whom it misses
+    state: State = State.READY
+    errand: Errand | None = None  # what it waits for
     cleaning_up_after: BaseException | None = None  # in a communication: the exception in flight, if any
     clock_s: float = 0.0
     resumed_at: float = 0.0
     regions: list[str] = field(default_factory=list)
-    n_messages: dict[Any, int] = field(default_factory=dict)  # sent or received, see thread_group
+    n_messages: dict[Any, int] = field(default_factory=dict)  # sent or received, by the other side
     value: Any = None
     returned: bool = False
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     thread: threading.Thread | None = None
+
+    @property
+    def stands_still(self) -> bool:
+        return self.state is State.WAITING and self.errand is not None and not self.errand.is_met()
 
     def now(self) -> float:
         """Seconds this rank has run, read by itself."""
@@ -92,96 +108,91 @@ class Rank:
 class World:
     """The ranks of one run, the baton, and what is under way between them."""
 
-    def __init__(self, n_ranks: int, seed: int) -> None:
-        self.ranks = [Rank(number, self, own) for number, own in enumerate(ambient.seeded(n_ranks, seed))]
+    def __init__(self, n_ranks: int, seed: int, classes: Sequence[type]) -> None:
+        everyone = enumerate(ambient.seeded(n_ranks, seed, classes))
+        self.ranks = [Rank(number, self, own) for number, own in everyone]
         self.operations: list[Operation] = []
         self.lines = LineFinder()
-        self.meetings: dict[Any, Any] = {}  # collectives under way, see thread_group
-        self.mailboxes: dict[Any, Any] = {}  # messages under way, see thread_group
-        self.groups: dict[str, Any] = {}  # groups by name, see thread_group
-        self.ended = threading.Event()
+        self.meetings: dict[tuple[str, int], Meeting] = {}  # by group and number of the collective
+        self.mailboxes: dict[tuple[str, int, int], Mailbox] = {}  # by group, receiver and tag
+        self.groups: dict[str, Creation] = {}  # the first call that created a group, by its name
+        self.all_ended = threading.Event()
         self.failure: BaseException | None = None
         self.stopped_at: float | None = None
 
     # ---- the baton ----
 
-    def wait(self, may_go_on: Callable[[], bool], waits_for: Any) -> None:
-        """Hand the baton on until ``may_go_on()``; if nobody can take it, that is a deadlock."""
+    def wait(self, errand: Errand) -> None:
+        """Hand the baton on until ``errand`` is met; if nobody can take it, that is a deadlock."""
         rank = self._me()
-        if self.stopped:
-            raise Stopped
-        if may_go_on():
+        if errand.is_met():
             return
-        rank.state, rank.may_go_on, rank.waits_for = "waiting", may_go_on, waits_for
+        rank.state, rank.errand = State.WAITING, errand
         rank.cleaning_up_after = sys.exc_info()[1]
-        following = self._next_after(rank)
-        if following is None:
+        if self._next_after(rank) is None:
             self.stop(self._standstill())
-            following = rank
-        if following is not rank:
-            self._leave(rank)
-            following.baton.release()
-            rank.baton.acquire()
-        self._enter(rank)
-        if self.stopped:
-            raise Stopped
+        self._hand_over(rank)
 
     def let_others_run(self) -> None:
         """Offer the baton to whoever can take it: for loops that poll."""
         rank = self._me()
-        if self.stopped:
-            raise Stopped
-        following = self._next_after(rank)
-        if following is not None:
-            rank.state = "ready"
-            self._leave(rank)
-            following.baton.release()
-            rank.baton.acquire()
-            self._enter(rank)
-        if self.stopped:
-            raise Stopped
+        rank.state = State.READY
+        self._hand_over(rank)
 
     def _me(self) -> Rank:
         rank = current()
         if rank is None or rank.world is not self:
-            raise RuntimeError(
-                "only the ranks of a run communicate, each from its own thread, while it lasts"
-            )
+            raise RuntimeError("only the ranks of a run communicate, each in its own thread, while it lasts")
+        if self.stopped:
+            raise Stopped
         return rank
 
+    def _hand_over(self, rank: Rank) -> None:
+        """Let the next rank that can go on do so; return when it is this one's turn again."""
+        following = self._next_after(rank)
+        if following is not None and following is not rank:
+            rank.clock_s = rank.now()
+            rank.ambient.keep()
+            following.baton.release()
+            rank.baton.acquire()
+        self._take(rank)
+        if self.stopped:
+            raise Stopped
+
+    def _take(self, rank: Rank) -> None:
+        """Have the baton: put in place what only this rank may see."""
+        rank.state, rank.errand, rank.cleaning_up_after = State.RUNNING, None, None
+        if not self.all_ended.is_set():
+            rank.ambient.put_in_place()
+            ambient.name_rank(rank.number)
+            rank.resumed_at = time.perf_counter()
+
     def _next_after(self, rank: Rank) -> Rank | None:
-        n_ranks = len(self.ranks)
-        for step in range(1, n_ranks + 1):
-            other = self.ranks[(rank.number + step) % n_ranks]
-            if other.state == "ready" or (other.state == "waiting" and (self.stopped or other.may_go_on())):
+        """The next rank that can go on, the given one last."""
+        following = self.ranks[rank.number + 1 :] + self.ranks[: rank.number + 1]
+        for other in following:
+            if other.state is State.READY:
+                return other
+            if other.state is State.WAITING and (self.stopped or not other.stands_still):
                 return other
         return None
 
-    def _leave(self, rank: Rank) -> None:
-        rank.clock_s = rank.now()
-        rank.ambient.keep()
-
-    def _enter(self, rank: Rank) -> None:
-        rank.state, rank.waits_for, rank.cleaning_up_after = "running", None, None
-        if self.ended.is_set():
-            return
-        rank.ambient.put_in_place()
-        ambient.name_rank(rank.number)
-        rank.resumed_at = time.perf_counter()
-
     # ---- beginning and end of a rank ----
 
-    def run_rank(self, rank: Rank, packed: bytes, make_group: Callable[[Rank], Any], finish: Any) -> None:
+    def run_rank(self, rank: Rank, pickled: bytes, make_group: Callable[[Rank], Any], finish: Any) -> None:
+        """The thread of one rank, from its first turn to its end."""
         rank.baton.acquire()
         _this_thread.rank = rank
         try:
             torch.set_num_threads(1)  # a new thread would bring a team of OpenMP threads of its own
             _torch_internals.become_default_group(make_group(rank))
-            self._enter(rank)
+            self._take(rank)
             if not self.stopped:
-                fn, args = by_value.unpack(packed)
+                fn, args = by_value.unpack(pickled)
                 rank.resumed_at = time.perf_counter()
-                rank.value, rank.returned = fn(*args), True
+                rank.value = fn(*args)
+                _torch_internals.await_results(rank.value)
+                rank.returned = True
         except Stopped:
             pass
         except SystemExit as end:
@@ -194,24 +205,24 @@ class World:
 
     def _raised(self, rank: Rank, error: BaseException) -> None:
         if not self.stopped:  # the report is made now: where the others stand is soon forgotten
-            self.stop(doctor.raised(self, rank, error))
+            self.stop(RankError.of(rank.number, error, doctor.raised(rank.number, error, self.standing())))
 
     def _end(self, rank: Rank, finish: Callable[[int], None]) -> None:
         rank.clock_s = rank.now()
-        rank.state = "done"
-        if self.ended.is_set():  # this run has been given up: its torch world is no longer in place
+        rank.state = State.ENDED
+        if self.all_ended.is_set():  # this run has been given up: its torch world is no longer in place
             return
         try:
+            rank.ambient.keep()
             _torch_internals.forget_groups()
             finish(rank.number)
         except BaseException as error:  # say so, and hand on the baton all the same
             self._raised(rank, error)
-        following = self._next_after(rank)
-        if following is None and any(other.state == "waiting" for other in self.ranks):
+        if self._next_after(rank) is None and any(other.stands_still for other in self.ranks):
             self.stop(self._standstill())
-            following = self._next_after(rank)
+        following = self._next_after(rank)
         if following is None:
-            self.ended.set()
+            self.all_ended.set()
         else:
             following.baton.release()
 
@@ -226,51 +237,84 @@ class World:
         if not self.stopped:
             self.failure, self.stopped_at = failure, time.perf_counter()
             for rank in self.ranks:
-                if rank.state == "waiting" and not rank.may_go_on():
-                    rank.waits_for.operation.waited_s = math.inf
+                if rank.stands_still and rank.errand is not None:
+                    rank.errand.operation.waited_s = math.inf
 
     def mismatch(self, report: str) -> None:
         """Stop everybody: ranks disagree, and going on would give a wrong number."""
         self._me().cleaning_up_after = sys.exc_info()[1]
-        self.stop(MismatchError(doctor.cleaning_up(self) + report))
+        self.stop(MismatchError(self._first_errors() + report))
         raise Stopped
 
-    def _standstill(self) -> LessonsError:
-        before, disagreement = doctor.cleaning_up(self), doctor.disagreement(self)
-        if disagreement:
-            return MismatchError(before + disagreement)
-        error = DeadlockError(before + doctor.deadlock(self))
-        error.waiting = doctor.waiting(self)
+    def standing(self) -> list[Standing]:
+        """Where every rank is, for the doctor."""
+        last = {operation.rank: operation for operation in self.operations}
+        standing = []
+        for rank in self.ranks:
+            ended = rank.state is State.ENDED
+            if rank.stands_still and rank.errand is not None:
+                errand = rank.errand
+                standing.append(Standing(rank.number, ended, errand.operation, errand.missing()))
+            else:
+                standing.append(Standing(rank.number, ended, last=last.get(rank.number)))
+        return standing
+
+    def _standstill(self) -> DeadlockError | MismatchError:
+        for meeting in self.meetings.values():
+            disagreement = meeting.disagreement()
+            if disagreement:
+                return MismatchError(self._first_errors() + disagreement)
+        standing = self.standing()
+        error = DeadlockError(self._first_errors() + doctor.deadlock(standing))
+        error.waiting = tuple(rank.waiting for rank in standing if rank.waiting)
         return error
+
+    def _first_errors(self) -> str:
+        """Exceptions in flight in ranks that communicate while cleaning up: what went wrong first."""
+        return "".join(
+            doctor.cleaning_up(rank.number, rank.cleaning_up_after)
+            for rank in self.ranks
+            if rank.cleaning_up_after is not None
+        )
 
     def interrupt(self) -> None:
         """Raise :class:`Stopped` in the rank that runs, at its next line of Python."""
         for rank in self.ranks:
-            if rank.state == "running" and rank.thread is not None and rank.thread.ident is not None:
+            if rank.state is State.RUNNING and rank.thread is not None and rank.thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(rank.thread.ident), ctypes.py_object(Stopped)
                 )
 
+    def give_up(self, timeout_s: float) -> None:
+        """Stop a run that takes too long."""
+        frames = sys._current_frames()
+        running = [
+            (rank.number, line_of_frame(frames.get(rank.thread.ident or 0)))
+            for rank in self.ranks
+            if rank.state is State.RUNNING and rank.thread is not None
+        ]
+        self.stop(RunTimeoutError(doctor.too_long(timeout_s, running, self.standing())))
+
     def abandon(self) -> list[Rank]:
-        """Give up on ranks that do not stop; returns them. Those that only wait are let go."""
-        stuck = [rank for rank in self.ranks if rank.state == "running"]
-        self.ended.set()
+        """Leave alone the ranks that do not stop; returns them. Those that only wait are let go."""
+        stuck = [rank for rank in self.ranks if rank.state is State.RUNNING]
+        self.all_ended.set()
         for rank in self.ranks:
-            if rank.state in ("ready", "waiting"):
+            if rank.state in (State.READY, State.WAITING):
                 rank.baton.release()
         return stuck
 
 
 def launch(
-    world: World, packed: bytes, make_group: Callable[[Rank], Any], timeout_s: float | None
+    world: World, packed: by_value.Packed, make_group: Callable[[Rank], Any], timeout_s: float | None
 ) -> list[Rank]:
     """Run every rank of ``world`` to its end; returns those that could not be stopped.
 
-    ``KeyboardInterrupt`` stops the ranks and is raised again.
+    ``KeyboardInterrupt`` stops the ranks and becomes the failure of the run.
     """
     with (
         _one_run,
-        ambient.restored(),
+        ambient.restored(packed.classes),
         _torch_internals.one_world_per_thread(),
         labelled(current_number) as finish,
     ):
@@ -280,7 +324,7 @@ def launch(
                 context = contextvars.copy_context()
                 rank.thread = threading.Thread(
                     target=context.run,
-                    args=(world.run_rank, rank, packed, make_group, finish),
+                    args=(world.run_rank, rank, packed.pickled, make_group, finish),
                     name=f"rank {rank.number}",
                     daemon=True,
                 )
@@ -301,12 +345,12 @@ def launch(
 
 def _wait_for_end(world: World, timeout_s: float | None) -> list[Rank]:
     """Wait until all ranks have ended; once the run is stopped, at most ``GRACE_S`` longer."""
-    deadline = float("inf") if timeout_s is None else time.perf_counter() + timeout_s
+    deadline = math.inf if timeout_s is None else time.perf_counter() + timeout_s
     interrupted = 0
-    while not world.ended.wait(0.05):
+    while not world.all_ended.wait(0.05):
         now = time.perf_counter()
         if now > deadline and not world.stopped:
-            world.stop(doctor.too_long(world, timeout_s or 0.0))
+            world.give_up(timeout_s or 0.0)
         if world.stopped_at is not None:
             if now - world.stopped_at > GRACE_S:
                 return world.abandon()

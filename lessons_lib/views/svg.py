@@ -306,8 +306,8 @@ class Figure:
         return whole.replace(_ID, f"figure-{zlib.crc32(whole.encode()):08x}")
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        # In the page (HTML) a picture fits the column, shows what lies under the pointer and can be read aloud;
-        # as an image it is what is left where a page may not contain one.
+        # As HTML a picture fits the column, shows what lies under the pointer and can be read aloud;
+        # as an image it is what is left where a page may not contain that.
         svg = self.svg
         return {"text/html": svg, "image/svg+xml": svg, "text/plain": self.alt}
 

@@ -1,0 +1,72 @@
+"""Finds the learner's line behind a call, and says it as the learner knows it."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lessons_lib.timeline import Where
+
+_LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(torch.__file__)
+_WRAPPERS = ("contextlib.py", "threading.py", "typing_extensions.py")  # of torch's deprecated functions
+
+
+def is_machinery(file: str) -> bool:
+    """Whether a file belongs to torch, to this library or to the interpreter, not to the learner."""
+    return file.startswith((_LIBRARY, _TORCH, "<")) or file.endswith(_WRAPPERS)
+
+
+def display_name(file: str) -> str:
+    """A notebook cell's ``Cell In[3]`` for the file name IPython gave it; a path as short as it can be."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    named = shell.compile.format_code_name(file) if shell else None
+    if named:
+        return " ".join(named)
+    nearby = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if nearby.startswith("..") else nearby
+
+
+def line_of(file: str, line: int, function: str) -> Where:
+    return Where(display_name(file), line, function, linecache.getline(file, line).strip())
+
+
+def line_of_frame(frame: FrameType | None) -> Where:
+    """The innermost line of the learner's below ``frame``."""
+    while frame is not None and is_machinery(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return Where("?", 0, "?")
+    return line_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+class LineFinder:
+    """Keeps the lines it has found, since loops repeat them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, int], Where] = {}
+
+    def here(self) -> Where:
+        """The innermost line that is neither torch's nor ours; if there is none, ours."""
+        frame: FrameType | None = sys._getframe(1)
+        ours: FrameType | None = None
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not is_machinery(file):
+                return self._where(frame)
+            if ours is None and file.startswith(_LIBRARY) and f"{os.sep}spmd{os.sep}" not in file:
+                ours = frame
+            frame = frame.f_back
+        return self._where(ours) if ours is not None else Where("?", 0, "?")
+
+    def _where(self, frame: FrameType) -> Where:
+        key = frame.f_code, frame.f_lineno
+        if key not in self._known:
+            self._known[key] = line_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        return self._known[key]

@@ -1,0 +1,98 @@
+"""A communication under way, as one rank issued it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from lessons_lib.timeline import Event, Where
+
+
+@dataclass(slots=True)
+class Operation:
+    """What a rank asked for, and what has become of it; :meth:`event` is the lasting record."""
+
+    rank: int
+    kind: str
+    group: str
+    members: tuple[int, ...]
+    sequence: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    n_elements: int
+    bytes_sent: int
+    issued_s: float
+    where: Where
+    region: str
+    peer: int | None = None
+    root: int | None = None  # index in the group
+    detail: str = ""  # the reduction, the tag: what else ranks must agree on
+    met: bool = False  # whether the other side came: before that, nothing is sent
+    done_s: float = math.inf
+    waited_s: float = 0.0
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What the ranks of a collective must agree on. In an all-to-all each cuts as it likes."""
+        shapes = None if self.kind == "all_to_all" else self.shapes
+        return self.kind, shapes, self.dtype, self.root, self.detail
+
+    def __str__(self) -> str:
+        """``all_reduce(float32[3]), #2 on world``; ``send(float32[1]) to rank 4``."""
+        tensors = ", ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes)
+        root = f"root={self.members[self.root]}" if self.root is not None else ""
+        call = f"{self.kind}({', '.join(part for part in (tensors, root, self.detail) if part)})"
+        peer = "any rank" if self.peer is None else f"rank {self.peer}"
+        if self.kind == "send":
+            return f"{call} to {peer}"
+        if self.kind == "recv":
+            return f"{call} from {peer}"
+        return f"{call}, #{self.sequence} on {self.group_text}"
+
+    @property
+    def group_text(self) -> str:
+        """``world``; ``group tp (ranks 0 and 1)``; ``the group of ranks 0 and 3``."""
+        if self.group == "world":
+            return "world"
+        if self.group.startswith("ranks "):
+            return f"the group of {ranks_text(self.members)}"
+        return f"group {self.group} ({ranks_text(self.members)})"
+
+    def event(self) -> Event:
+        return Event(
+            rank=self.rank,
+            kind=self.kind,
+            group=self.group,
+            members=self.members,
+            sequence=self.sequence,
+            shape=self.shapes[0] if self.shapes else (),
+            dtype=self.dtype,
+            n_elements=self.n_elements,
+            bytes_sent=self.bytes_sent if self.met else 0,
+            issued_s=self.issued_s,
+            done_s=self.done_s,
+            waited_s=self.waited_s,
+            where=self.where,
+            peer=self.peer,
+            region=self.region,
+        )
+
+
+def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
+    """``rank 2``, ``ranks 0 and 3``, ``ranks 0 to 6``.
+
+    >>> ranks_text([2]), ranks_text([0, 3]), ranks_text([0, 1, 2, 3, 5])
+    ('rank 2', 'ranks 0 and 3', 'ranks 0 to 3 and 5')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
