@@ -5,7 +5,7 @@ when they are first used.
 
 >>> import lessons_lib
 >>> lessons_lib.__all__
-['Layout', 'Mesh', 'region', 'run']
+['Layout', 'Mesh', 'compute', 'region', 'run']
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lessons_lib.layout import Layout
     from lessons_lib.mesh import Mesh
-    from lessons_lib.spmd import region, run
+    from lessons_lib.spmd import compute, region, run
 
-__all__ = ["Layout", "Mesh", "region", "run"]
+__all__ = ["Layout", "Mesh", "compute", "region", "run"]
 
 _HOME = {
     "Layout": "lessons_lib.layout",
     "Mesh": "lessons_lib.mesh",
+    "compute": "lessons_lib.spmd",
     "region": "lessons_lib.spmd",
     "run": "lessons_lib.spmd",
 }

@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lessons_lib.spmd.launcher import region, run
+    from lessons_lib.spmd.launcher import compute, region, run
     from lessons_lib.spmd.result import Run
 
-__all__ = ["Run", "region", "run"]
+__all__ = ["Run", "compute", "region", "run"]
 
-_HOME = {"Run": "result", "region": "launcher", "run": "launcher"}
+_HOME = {"Run": "result", "compute": "launcher", "region": "launcher", "run": "launcher"}
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+DispatchMode: Any = TorchDispatchMode
+tree_leaves = pytree.tree_leaves
 ProcessGroup: Any = dist.ProcessGroup  # its overloads would forbid to name arguments well
 TESTED_VERSION = "2.13.0"
 BACKEND = "ranks"
@@ -35,6 +38,7 @@ BACKEND = "ranks"
 __all__ = [
     "BACKEND",
     "TESTED_VERSION",
+    "DispatchMode",
     "ProcessGroup",
     "Work",
     "await_results",
@@ -46,6 +50,7 @@ __all__ = [
     "register_group",
     "run_after_backward",
     "storage_reducers",
+    "tree_leaves",
     "warn_if_untested",
 ]
 
@@ -145,7 +150,7 @@ def await_results(value: Any) -> None:
     Such a tensor waits when it is first used. Returned from a rank it would be used by the
     notebook, which is no rank and cannot wait.
     """
-    for leaf in pytree.tree_leaves(value):
+    for leaf in tree_leaves(value):
         tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor.trigger_wait()

@@ -63,15 +63,15 @@ class Meeting:
     def arrive(self, index: int, operation: Operation, inputs: Tensors) -> bool:
         """Take in what one rank brings; say whether it was the last."""
         self.operations[index], self.sent[index] = operation, snapshot(inputs)
-        self.met_s = max(self.met_s, operation.issued_s)
         return len(self.operations) == len(self.members)
 
     def disagreement(self) -> str:
         """How its ranks disagree about what they do together, or nothing."""
         return doctor.disagreement([self.operations[i] for i in self.operations], self.missing())
 
-    def hold(self, exchange: Exchange) -> None:
-        """All are here and agree: work out what each of them receives."""
+    def hold(self, exchange: Exchange, done_s: float) -> None:
+        """All are here and agree: work out what each of them receives, at ``done_s`` on the clock."""
+        self.met_s = done_s
         for operation in self.operations.values():
             operation.met = True
         self.results = exchange([self.sent[index] for index in range(len(self.members))])
@@ -117,6 +117,7 @@ class Letter:
     tensors: Sequence[Tensor]
     sender: int | None  # index in the group; None receives from anyone
     strangers: tuple[int, ...]  # the ranks any of which may send
+    time_message: Callable[[Operation, int], float]
     met: Letter | None = None
 
     def is_met(self) -> bool:
@@ -132,7 +133,8 @@ class Letter:
             return self.operation.issued_s
         for buffer, tensor in zip(self.tensors, self.met.tensors, strict=True):
             buffer.detach().copy_(tensor.reshape(buffer.shape))
-        return max(self.met.operation.issued_s, self.operation.issued_s)
+        arrived = self.time_message(self.met.operation, self.operation.rank)
+        return max(arrived, self.operation.issued_s)
 
     def fits(self, other: Letter) -> bool:
         return None in (self.sender, other.sender) or self.sender == other.sender
@@ -221,13 +223,13 @@ class Pending(Work):
         if not self._delivered:
             self.rank.world.wait(self.errand)
             self._delivered = True
-            with self.rank.clock_stopped(), plain_tensors():
+            with self.rank.clock.halted(), plain_tensors():
                 self._met_s = self.errand.deliver()
 
     def _settle(self) -> None:
         if not self._settled:
             self._settled = True
-            now, operation = self.rank.now(), self.operation
+            now, operation = self.rank.clock.now(), self.operation
             operation.done_s = max(operation.issued_s, self._met_s)
             operation.waited_s = max(0.0, self._met_s - now)
-            self.rank.catch_up(self._met_s)
+            self.rank.clock.catch_up(self._met_s)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lessons_lib import machines
 from lessons_lib.errors import DeadlockError, RankError, RefusedError, RunError
-from lessons_lib.spmd import _torch_internals, by_value, doctor, threads
+from lessons_lib.machines import Machine
+from lessons_lib.spmd import _torch_internals, by_value, doctor, recording, threads
 from lessons_lib.spmd.operation import ranks_text
 from lessons_lib.spmd.result import Run, returned
 from lessons_lib.spmd.thread_group import ThreadGroup
@@ -23,6 +25,8 @@ def run(
     *args: Any,
     ranks: int,
     transport: str = "threads",
+    machine: str | Machine | None = None,
+    record: str | Sequence[str] = (),
     timeout_s: float | None = None,
     seed: int = 0,
 ) -> Run:
@@ -39,6 +43,10 @@ def run(
     With ``transport="threads"`` ranks are threads of this process that take turns: nothing to start
     and nothing to clean up, prints in a fixed order, a deadlock proved the moment it happens.
 
+    ``machine`` gives every rank a virtual clock: ``"8xH100"`` (see :mod:`lessons_lib.machines`) or a
+    ``Machine``. It runs by counted FLOPs, by :func:`compute` and by what communication costs there,
+    and every time in the trace is then the machine's. ``record=("flops", "memory")`` counts these.
+
     Raises :class:`~lessons_lib.errors.RefusedError` before anything starts if it cannot work, and
     afterwards a :class:`~lessons_lib.errors.RunError` that carries ``.run``:
     :class:`~lessons_lib.errors.RankError` with the traceback of the rank that raised,
@@ -46,9 +54,13 @@ def run(
     :class:`~lessons_lib.errors.RunTimeoutError` after ``timeout_s``.
     """
     _refuse(fn, ranks, transport, timeout_s)
+    on = machines.machine(machine) if isinstance(machine, str) else machine
+    if on is not None and ranks > on.n_gpus:
+        raise RefusedError(f"ranks={ranks} and {on!r}: give a machine with a GPU for every rank.")
+    recorded = recording.refuse_unknown(record)
     _torch_internals.warn_if_untested()
     packed = by_value.pack(fn, args)
-    world = threads.World(ranks, seed, packed.classes)
+    world = threads.World(ranks, seed, packed.classes, on, recorded)
     everybody = tuple(range(ranks))
     began = time.perf_counter()
     stuck = threads.launch(world, packed, lambda rank: ThreadGroup(rank, "0", "world", everybody), timeout_s)
@@ -61,7 +73,10 @@ def run(
         trace=Trace(
             ranks,
             tuple(operation.event() for operation in world.operations),
-            tuple(rank.clock_s for rank in world.ranks),
+            tuple(rank.clock.now() for rank in world.ranks),
+            clock="measured" if on is None else f"virtual ({on.name})",
+            flops=tuple(rank.ledger.flops for rank in world.ranks) if "flops" in recorded else (),
+            live_bytes=tuple(rank.ledger.live_bytes for rank in world.ranks) if "memory" in recorded else (),
         ),
         seconds=seconds,
         name=getattr(fn, "__name__", type(fn).__name__),
@@ -138,3 +153,25 @@ def region(name: str) -> Iterator[None]:
         yield
     finally:
         rank.regions.pop()
+
+
+def compute(seconds: float) -> None:
+    """Let this rank's virtual clock run: work that is assumed, not done.
+
+    >>> from lessons_lib.machines import Machine
+    >>> run(lambda: compute(0.25), ranks=2, machine=Machine("free")).trace.timeline.makespan
+    0.25
+
+    Without ranks it does nothing. Refused in a run without ``machine``: its clock is measured.
+    """
+    rank = threads.current()
+    if rank is None:
+        return
+    if rank.world.machine is None:
+        raise RefusedError(
+            f"compute({seconds!r}) moves a virtual clock, and this run's is measured. "
+            'Give run a machine: run(step, ranks=4, machine="8xH100"), or machine=Machine("free").'
+        )
+    if not seconds >= 0:
+        raise RefusedError(f"compute({seconds!r}): give 0 seconds or more.")
+    rank.clock.advance(seconds)

@@ -21,6 +21,7 @@ class Operation:
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
     n_elements: int
+    n_bytes: int  # of all elements, the whole buffer
     bytes_sent: int
     issued_s: float
     where: Where

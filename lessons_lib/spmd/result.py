@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +32,17 @@ class Run:
         """One lane per rank, with messages as arrows and what each returned; the traffic table below."""
         timeline = self.trace.timeline
         who = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        if timeline.clock == "measured":
+            duration = self.seconds
+            meaning = "Each lane counts its rank's own time; communication is counted in bytes, not in time."
+        else:
+            duration = timeline.makespan
+            meaning = "Time on that machine: counted FLOPs over its peak, and what its links take."
         return lanes(
             timeline,
             self.trace.traffic,
-            title=f"{self.name} on {who}, {timeline.clock}: {self.seconds * 1000:.3g} ms",
-            subtitle="Each lane counts its rank's own time; communication is counted in bytes, not in time.",
+            title=f"{self.name} on {who}, {timeline.clock}: {duration * 1000:.3g} ms",
+            subtitle=meaning,
             notes=[(rank, timeline.end_of(rank), ending) for rank, ending in enumerate(self.endings)],
             failed=[rank for rank, ending in enumerate(self.endings) if not ending.startswith("returned")],
             events=self.trace.events,
@@ -54,9 +61,9 @@ def returned(value: Any) -> str:
     """
     if value is None:
         return "returned"
-    if hasattr(value, "numel"):
-        if value.numel() > 4:
-            return f"returned tensor{list(value.shape)}"
+    if hasattr(value, "shape") and hasattr(value, "tolist"):
+        if math.prod(value.shape) > 4:
+            return f"returned {type(value).__name__.lower()}{list(value.shape)}"
         value = value.tolist()
     if not isinstance(value, bool | int | float | complex | str | bytes | tuple | list | dict | set):
         return f"returned {type(value).__name__}"

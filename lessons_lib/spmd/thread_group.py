@@ -239,7 +239,7 @@ class ThreadGroup(ProcessGroup):
         """Issue a collective, and hold it if this rank is the last to come."""
         rank = self._speaker()
         world = rank.world
-        with rank.clock_stopped(), plain_tensors():
+        with rank.clock.halted(), plain_tensors():
             self._n_collectives += 1
             operation = self._operation(
                 kind,
@@ -257,7 +257,7 @@ class ThreadGroup(ProcessGroup):
                 if disagreement:
                     world.mismatch(disagreement)
                 del world.meetings[key]
-                meeting.hold(exchange)
+                meeting.hold(exchange, world.time_collective(list(meeting.operations.values())))
         attendance = Attendance(meeting, self.index, operation, outputs, world.mismatch)
         return Pending(rank, attendance, list(outputs) or list(inputs))
 
@@ -326,7 +326,7 @@ class ThreadGroup(ProcessGroup):
     ) -> Work:
         """Issue a send or a receive; ``peer``, ``sender`` and ``receiver`` are indices in the group."""
         rank = self._speaker()
-        with rank.clock_stopped(), plain_tensors():
+        with rank.clock.halted(), plain_tensors():
             # counted by what the trace tells apart: two groups may have the same name and members
             key = self.label, self.members, kind, peer
             rank.n_messages[key] = rank.n_messages.get(key, 0) + 1
@@ -341,7 +341,7 @@ class ThreadGroup(ProcessGroup):
             )
             others = tuple(member for member in self.members if member != rank.number)
             carried = snapshot(tensors) if kind == "send" else list(tensors)
-            letter = Letter(operation, carried, sender, others)
+            letter = Letter(operation, carried, sender, others, rank.world.time_message)
             disagreement = rank.world.mailboxes.setdefault((self._name, receiver, tag), Mailbox()).post(
                 letter
             )
@@ -383,10 +383,11 @@ class ThreadGroup(ProcessGroup):
             shapes=tuple(tuple(tensor.shape) for tensor in tensors),
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
             n_elements=n_elements,
+            n_bytes=n_elements * tensors[0].element_size() if tensors else 0,
             bytes_sent=bytes_sent,
-            issued_s=rank.clock_s,
+            issued_s=rank.clock.now(),
             where=rank.world.lines.here(),
-            region="/".join(rank.regions),
+            region=rank.region(),
             peer=peer,
             root=root,
             detail=detail,

@@ -6,7 +6,8 @@ moment it happens: nobody can take the baton.
 
 Each rank has a clock of its own that runs only while it holds the baton. When ranks meet, those
 that came early are set to the clock of the last one. The clock therefore reads as if the ranks
-had run side by side and communication were free.
+had run side by side, with communication that is free (measured) or that costs what a machine's
+links cost (virtual).
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lessons_lib.errors import DeadlockError, MismatchError, RankError, RunTimeoutError
+from lessons_lib.machines import Machine
 from lessons_lib.spmd import _torch_internals, ambient, by_value, doctor
+from lessons_lib.spmd.clock import Clock, standing_still
 from lessons_lib.spmd.doctor import Creation, Standing
 from lessons_lib.spmd.lines import LineFinder, line_of_frame
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.output import labelled
+from lessons_lib.spmd.recording import Ledger, recording
 
 if TYPE_CHECKING:
     from lessons_lib.spmd.exchange import Errand, Mailbox, Meeting
@@ -72,45 +75,41 @@ class Rank:
     state: State = State.READY
     errand: Errand | None = None  # what it waits for
     cleaning_up_after: BaseException | None = None  # in a communication: the exception in flight, if any
-    clock_s: float = 0.0
-    resumed_at: float = 0.0
+    clock: Clock = field(default_factory=Clock)
+    link_free_s: float = 0.0  # until when its link is busy with communication
     regions: list[str] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
     n_messages: dict[Any, int] = field(default_factory=dict)  # sent or received, by the other side
     value: Any = None
     returned: bool = False
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     thread: threading.Thread | None = None
 
+    def region(self) -> str:
+        return "/".join(self.regions)
+
     @property
     def stands_still(self) -> bool:
         return self.state is State.WAITING and self.errand is not None and not self.errand.is_met()
-
-    def now(self) -> float:
-        """Seconds this rank has run, read by itself."""
-        return self.clock_s + time.perf_counter() - self.resumed_at
-
-    @contextmanager
-    def clock_stopped(self) -> Iterator[None]:
-        """Our own work, and work done for all ranks, which costs the one that does it no time."""
-        self.clock_s = self.now()
-        self.resumed_at = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.resumed_at = time.perf_counter()
-
-    def catch_up(self, clock_s: float) -> None:
-        """Be no earlier than ``clock_s``: what this rank waited for happened then."""
-        self.clock_s = max(self.now(), clock_s)
-        self.resumed_at = time.perf_counter()
 
 
 class World:
     """The ranks of one run, the baton, and what is under way between them."""
 
-    def __init__(self, n_ranks: int, seed: int, classes: Sequence[type]) -> None:
+    def __init__(
+        self,
+        n_ranks: int,
+        seed: int,
+        classes: Sequence[type],
+        machine: Machine | None = None,
+        record: Sequence[str] = (),
+    ) -> None:
+        self.machine, self.record = machine, record
+        tick = time.perf_counter if machine is None else standing_still
         everyone = enumerate(ambient.seeded(n_ranks, seed, classes))
-        self.ranks = [Rank(number, self, own) for number, own in everyone]
+        self.ranks = [Rank(number, self, own, clock=Clock(tick)) for number, own in everyone]
+        for rank in self.ranks:
+            rank.clock.halt()
         self.operations: list[Operation] = []
         self.lines = LineFinder()
         self.meetings: dict[tuple[str, int], Meeting] = {}  # by group and number of the collective
@@ -119,6 +118,23 @@ class World:
         self.all_ended = threading.Event()
         self.failure: BaseException | None = None
         self.stopped_at: float | None = None
+
+    def time_collective(self, operations: Sequence[Operation]) -> float:
+        """When a collective is done, on the clock: it begins when all are there and their links free."""
+        began = max(max(o.issued_s, self.ranks[o.rank].link_free_s) for o in operations)
+        if self.machine is None:
+            return began
+        first = operations[0]
+        done = began + self.machine.collective_s(first.kind, first.n_bytes, first.members)
+        for operation in operations:
+            self.ranks[operation.rank].link_free_s = done
+        return done
+
+    def time_message(self, sent: Operation, receiver: int) -> float:
+        """When a message has arrived, on the clock, if somebody receives it."""
+        if self.machine is None:
+            return sent.issued_s
+        return sent.issued_s + self.machine.link(sent.rank, receiver).message_s(sent.n_bytes)
 
     # ---- the baton ----
 
@@ -151,7 +167,7 @@ class World:
         """Let the next rank that can go on do so; return when it is this one's turn again."""
         following = self._next_after(rank)
         if following is not None and following is not rank:
-            rank.clock_s = rank.now()
+            rank.clock.halt()
             rank.ambient.keep()
             following.baton.release()
             rank.baton.acquire()
@@ -165,7 +181,7 @@ class World:
         if not self.all_ended.is_set():
             rank.ambient.put_in_place()
             ambient.name_rank(rank.number)
-            rank.resumed_at = time.perf_counter()
+            rank.clock.resume()
 
     def _next_after(self, rank: Rank) -> Rank | None:
         """The next rank that can go on, the given one last."""
@@ -188,10 +204,11 @@ class World:
             _torch_internals.become_default_group(make_group(rank))
             self._take(rank)
             if not self.stopped:
-                fn, args = by_value.unpack(pickled)
-                rank.resumed_at = time.perf_counter()
-                rank.value = fn(*args)
-                _torch_internals.await_results(rank.value)
+                with rank.clock.halted():
+                    fn, args = by_value.unpack(pickled)
+                with recording(self.record, self.machine, rank.clock, rank.region, rank.ledger, (fn, args)):
+                    rank.value = fn(*args)
+                    _torch_internals.await_results(rank.value)
                 rank.returned = True
         except Stopped:
             pass
@@ -208,7 +225,7 @@ class World:
             self.stop(RankError.of(rank.number, error, doctor.raised(rank.number, error, self.standing())))
 
     def _end(self, rank: Rank, finish: Callable[[int], None]) -> None:
-        rank.clock_s = rank.now()
+        rank.clock.halt()
         rank.state = State.ENDED
         if self.all_ended.is_set():  # this run has been given up: its torch world is no longer in place
             return

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from lessons_lib.timeline import COLLECTIVES, Event, Message, Span, Timeline, Traffic
 
@@ -17,6 +20,8 @@ class Trace:
     events: tuple[Event, ...]
     ended_s: tuple[float, ...] = field(default=(), repr=False)  # when each rank ended, on its clock
     clock: str = "measured"
+    flops: tuple[dict[str, int], ...] = field(default=(), repr=False)  # of each rank, by region
+    live_bytes: tuple[list[tuple[float, int]], ...] = field(default=(), repr=False)  # of each rank
 
     def bytes_sent(self, rank: int, region: str | None = None) -> int:
         """Bytes that ``rank`` sent, by the ring convention; inside ``region`` only, if one is named."""
@@ -25,6 +30,52 @@ class Trace:
     def collectives(self, rank: int, region: str | None = None) -> list[Event]:
         """The collectives of ``rank``, in order."""
         return [event for event in self._of(rank, region) if event.kind in COLLECTIVES]
+
+    def flops_of(self, rank: int, region: str | None = None) -> int:
+        """Floating point operations of ``rank``; for a run with ``record="flops"``."""
+        if not self.flops:
+            raise ValueError('FLOPs were not recorded. Try run(..., record=("flops",)).')
+        return sum(n for where, n in self.flops[rank].items() if region is None or region in where.split("/"))
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most memory that tensors of ``rank`` held at once; for a run with ``record="memory"``."""
+        if not self.live_bytes:
+            raise ValueError('Memory was not recorded. Try run(..., record=("memory",)).')
+        return max(n_bytes for _, n_bytes in self.live_bytes[rank])
+
+    def save_chrome(self, path: str | Path) -> None:
+        """Save the timeline in the format that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+        events: list[dict[str, Any]] = []
+        for rank in range(self.n_ranks):
+            events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+            for lane, name in enumerate(("work and waiting", "communication")):
+                events.append(
+                    {"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": {"name": name}}
+                )
+        for span in self.timeline.spans:
+            lane = 0 if span.kind in ("compute", "wait") else 1
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": span.rank,
+                    "tid": lane,
+                    "name": span.kind,
+                    "ts": span.start * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": {"label": span.label},
+                }
+            )
+        for number, message in enumerate(self.timeline.messages):
+            ends = (("s", message.source, message.sent), ("f", message.destination, message.received))
+            for phase, rank, at in ends:
+                event = {"ph": phase, "id": number, "pid": rank, "tid": 1, "ts": at * 1e6, "name": "message"}
+                events.append(event | ({"bp": "e"} if phase == "f" else {}))
+        for rank, curve in enumerate(self.live_bytes):
+            for at, n_bytes in curve:
+                events.append(
+                    {"ph": "C", "pid": rank, "name": "memory", "ts": at * 1e6, "args": {"bytes": n_bytes}}
+                )
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
     def _of(self, rank: int, region: str | None) -> Iterable[Event]:
         if not 0 <= rank < self.n_ranks:
