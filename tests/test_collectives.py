@@ -287,7 +287,7 @@ def test_an_average_of_whole_numbers_stays_whole_and_an_unknown_reduction_is_nam
         dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))  # type: ignore[attr-defined]
 
     assert all(same(value, torch.tensor([1, 4])) for value in run(average, ranks=2).values)
-    with pytest.raises(ValueError, match=r"thread ranks cannot reduce with .*; they know SUM, AVG, PRODUCT"):
+    with pytest.raises(ValueError, match=r"ranks cannot reduce with .*; they know SUM, AVG, PRODUCT"):
         run(scaled, ranks=2)
 
 

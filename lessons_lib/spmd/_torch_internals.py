@@ -21,7 +21,13 @@ import torch.distributed.distributed_c10d as c10d
 # These capture the default group as a default argument when they are imported, so they must be
 # imported before any rank exists.
 import torch.distributed.nn.functional
-from torch._C._distributed_c10d import Work, _set_thread_isolation_mode  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    Work,
+    _set_thread_isolation_mode,
+)
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
@@ -38,6 +44,9 @@ BACKEND = "ranks"
 __all__ = [
     "BACKEND",
     "TESTED_VERSION",
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "BarrierOptions",
     "DispatchMode",
     "ProcessGroup",
     "Work",

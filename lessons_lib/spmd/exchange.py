@@ -20,12 +20,10 @@ from torch.futures import Future
 from lessons_lib.spmd import doctor
 from lessons_lib.spmd._torch_internals import Work, plain_tensors, run_after_backward
 from lessons_lib.spmd.operation import Operation
+from lessons_lib.spmd.rank_group import Exchange, Tensors
 
 if TYPE_CHECKING:
     from lessons_lib.spmd.threads import Rank
-
-Tensors = Sequence[Tensor]
-Exchange = Callable[[list[list[Tensor]]], list[list[Tensor]]]  # what each rank sent -> what each receives
 
 
 def snapshot(tensors: Tensors) -> list[Tensor]:

@@ -12,6 +12,7 @@ from lessons_lib import machines
 from lessons_lib.errors import DeadlockError, RankError, RefusedError, RunError
 from lessons_lib.machines import Machine
 from lessons_lib.spmd import _torch_internals, by_value, doctor, recording, threads
+from lessons_lib.spmd.current import current
 from lessons_lib.spmd.operation import ranks_text
 from lessons_lib.spmd.result import Run, returned
 from lessons_lib.spmd.thread_group import ThreadGroup
@@ -100,7 +101,7 @@ def _refuse(fn: Any, ranks: Any, transport: Any, timeout_s: Any) -> None:
         )
     if inspect.iscoroutinefunction(fn):
         raise RefusedError("run calls a function on every rank; an async function would return a coroutine.")
-    here = threads.current()
+    here = current()
     if here is not None:
         raise RefusedError(
             f"run inside rank {here.number} of a run: ranks cannot start ranks. "
@@ -144,7 +145,7 @@ def region(name: str) -> Iterator[None]:
 
     Regions nest; the trace then counts a communication for every region around it.
     """
-    rank = threads.current()
+    rank = current()
     if rank is None:  # the serial model runs the same code without ranks
         yield
         return
@@ -164,7 +165,7 @@ def compute(seconds: float) -> None:
 
     Without ranks it does nothing. Refused in a run without ``machine``: its clock is measured.
     """
-    rank = threads.current()
+    rank = current()
     if rank is None:
         return
     if rank.world.machine is None:

@@ -29,6 +29,7 @@ from lessons_lib.errors import DeadlockError, MismatchError, RankError, RunTimeo
 from lessons_lib.machines import Machine
 from lessons_lib.spmd import _torch_internals, ambient, by_value, doctor
 from lessons_lib.spmd.clock import Clock, standing_still
+from lessons_lib.spmd.current import be_in_this_thread, current, current_number
 from lessons_lib.spmd.doctor import Creation, Standing
 from lessons_lib.spmd.lines import LineFinder, line_of_frame
 from lessons_lib.spmd.operation import Operation
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0  # how long ranks may take to stop before they are left alone
 
-_this_thread = threading.local()
 _one_run = threading.Lock()
 
 
@@ -53,16 +53,6 @@ class State(enum.Enum):
     RUNNING = enum.auto()  # has it
     WAITING = enum.auto()  # may take it when its errand is met
     ENDED = enum.auto()
-
-
-def current() -> Rank | None:
-    """The rank that the calling thread is, if it is one."""
-    return getattr(_this_thread, "rank", None)
-
-
-def current_number() -> int | None:
-    rank = current()
-    return None if rank is None else rank.number
 
 
 @dataclass(eq=False)
@@ -87,6 +77,15 @@ class Rank:
 
     def region(self) -> str:
         return "/".join(self.regions)
+
+    @property
+    def lines(self) -> LineFinder:
+        return self.world.lines
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Those of all ranks, in the order in which they were issued."""
+        return self.world.operations
 
     @property
     def stands_still(self) -> bool:
@@ -198,7 +197,7 @@ class World:
     def run_rank(self, rank: Rank, pickled: bytes, make_group: Callable[[Rank], Any], finish: Any) -> None:
         """The thread of one rank, from its first turn to its end."""
         rank.baton.acquire()
-        _this_thread.rank = rank
+        be_in_this_thread(rank)
         try:
             torch.set_num_threads(1)  # a new thread would bring a team of OpenMP threads of its own
             _torch_internals.become_default_group(make_group(rank))

@@ -1,0 +1,489 @@
+"""The process group through which torch talks to the ranks of a run, on every transport.
+
+Each method says what it sends and receives, how what all ranks sent becomes what each receives
+(``exchange``), and how a communication library is asked for the same (``native``). Every operation
+is written down here, in one way, so that kinds, bytes and lines are the same on every transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lessons_lib.spmd._torch_internals import (
+    AllgatherOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    ProcessGroup,
+    Work,
+    plain_tensors,
+)
+from lessons_lib.spmd.clock import Clock
+from lessons_lib.spmd.current import current
+from lessons_lib.spmd.doctor import Creation
+from lessons_lib.spmd.lines import LineFinder
+from lessons_lib.spmd.operation import Operation
+from lessons_lib.timeline import elements_sent
+
+Tensors = Sequence[Tensor]
+Exchange = Callable[[list[list[Tensor]]], list[list[Tensor]]]  # what each rank sent -> what each receives
+Native = Callable[[Any], list[Work]]  # asks a communication library's group
+
+REDUCTIONS: dict[Any, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    ReduceOp.SUM: ("sum", torch.add),
+    ReduceOp.AVG: ("avg", torch.add),
+    ReduceOp.PRODUCT: ("product", torch.mul),
+    ReduceOp.MIN: ("min", torch.minimum),
+    ReduceOp.MAX: ("max", torch.maximum),
+    ReduceOp.BAND: ("band", torch.bitwise_and),
+    ReduceOp.BOR: ("bor", torch.bitwise_or),
+    ReduceOp.BXOR: ("bxor", torch.bitwise_xor),
+}
+
+
+class Speaker(Protocol):
+    """What a group asks of the rank it belongs to."""
+
+    number: int
+    clock: Clock
+    n_messages: dict[Any, int]
+
+    @property
+    def lines(self) -> LineFinder: ...
+    @property
+    def operations(self) -> list[Operation]: ...
+    def region(self) -> str: ...
+
+
+class RankGroup(ProcessGroup):
+    """The ranks ``members`` of a run, as rank ``owner`` sees them; a transport says how data travel."""
+
+    def __init__(self, owner: Speaker, name: str, label: str, members: tuple[int, ...]) -> None:
+        self.owner, self.members, self.label = owner, members, label
+        self.index = members.index(owner.number)
+        super().__init__(self.index, len(members))
+        self._name = name
+        self._n_collectives = 0
+
+    # ---- what torch asks of every group ----
+
+    def size(self) -> int:
+        return len(self.members)
+
+    def rank(self) -> int:
+        return self.index
+
+    def getBackendName(self) -> str:
+        return "ranks"
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self.label
+
+    def shutdown(self) -> None:
+        pass
+
+    abort = shutdown
+
+    def new_group(
+        self,
+        ranks: list[int],
+        timeout: Any = None,
+        pg_options: Any = None,
+        *,
+        group_name: str,
+        group_desc: str | None,
+    ) -> RankGroup | None:
+        """Called by ``torch.distributed.new_group`` on every rank; ``None`` for one outside."""
+        self._check_speaker()
+        members = tuple(ranks)
+        label = (group_desc or "").removeprefix("mesh_") or f"ranks {', '.join(map(str, members))}"
+        creation = Creation(members, self.owner.number, self.owner.lines.here())
+        return self._new_group(group_name, label, creation)
+
+    def _new_group(self, name: str, label: str, creation: Creation) -> RankGroup | None:
+        """Make the group, or stop the run if another rank makes another one by the same call."""
+        raise NotImplementedError
+
+    # ---- collectives ----
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        name, combine = self._reduction(opts)
+
+        def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            return self._to_all([combine(list(terms)) for terms in zip(*sent, strict=True)])
+
+        def native(group: Any) -> list[Work]:
+            return [group.allreduce([tensor], opts) for tensor in tensors]
+
+        return self._collective("all_reduce", tensors, tensors, exchange, native, reduction=name)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+        name, combine = self._reduction(opts)
+
+        def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            return self._to_root(opts.rootRank, [combine([s[0] for s in sent])])
+
+        outputs = tensors if self.index == opts.rootRank else []
+        return self._collective(
+            "reduce",
+            tensors,
+            outputs,
+            exchange,
+            lambda group: [group.reduce(tensors, opts)],
+            root=opts.rootRank,
+            reduction=name,
+        )
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+        root = opts.rootRank
+
+        def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[] if index == root else sent[root] for index in range(self.size())]
+
+        outputs = [] if self.index == root else tensors
+        return self._collective(
+            "broadcast", tensors, outputs, exchange, lambda group: [group.broadcast(tensors, opts)], root=root
+        )
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+        self._one_for_each(outputs[0], "all_gather receives")
+        return self._collective(
+            "all_gather",
+            inputs,
+            outputs[0],
+            lambda sent: self._to_all([s[0] for s in sent]),
+            lambda group: [group.allgather(outputs, inputs, opts or AllgatherOptions())],
+        )
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            flat = ([part.reshape(-1) for part in parts] for parts in zip(*sent, strict=True))
+            return self._to_all([torch.cat(parts) for parts in flat])
+
+        def native(group: Any) -> list[Work]:
+            options = opts or AllgatherOptions()
+            return [group._allgather_base(o, i, options) for o, i in zip(outputs, inputs, strict=True)]
+
+        return self._collective("all_gather", inputs, outputs, exchange, native)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
+        name, combine = self._reduction(opts)
+        self._one_for_each(inputs[0], "reduce_scatter sends")
+
+        def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[combine(list(terms))] for terms in zip(*sent, strict=True)]
+
+        return self._collective(
+            "reduce_scatter",
+            inputs[0],
+            outputs,
+            exchange,
+            lambda group: [group.reduce_scatter(outputs, inputs, opts)],
+            reduction=name,
+        )
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
+        name, combine = self._reduction(opts)
+        for tensor in inputs:
+            self._even(tensor.numel(), "reduce_scatter", "elements")
+
+        def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            sums = [combine([term.reshape(-1) for term in terms]) for terms in zip(*sent, strict=True)]
+            return [[whole.chunk(self.size())[index] for whole in sums] for index in range(self.size())]
+
+        def native(group: Any) -> list[Work]:
+            return [group._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+
+        return self._collective("reduce_scatter", inputs, outputs, exchange, native, reduction=name)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
+        root = opts.rootRank
+        received = outputs[0] if self.index == root else []
+        if self.index == root:
+            self._one_for_each(received, "the root of gather receives")
+
+        def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            return self._to_root(root, [s[0] for s in sent])
+
+        return self._collective(
+            "gather",
+            inputs,
+            received,
+            exchange,
+            lambda group: [group.gather(outputs, inputs, opts)],
+            root=root,
+        )
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
+        root = opts.rootRank
+        sent_here = inputs[0] if self.index == root else []
+        if self.index == root:
+            self._one_for_each(sent_here, "the root of scatter sends")
+
+        def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[part] for part in sent[root]]
+
+        return self._collective(
+            "scatter",
+            sent_here,
+            outputs,
+            exchange,
+            lambda group: [group.scatter(outputs, inputs, opts)],
+            root=root,
+        )
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        self._one_for_each(outputs, "all_to_all receives")
+        self._one_for_each(inputs, "all_to_all sends")
+        return self._all_to_all(
+            outputs, inputs, lambda group: [group.alltoall(outputs, inputs, opts or AllToAllOptions())]
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Work:
+        def parts(tensor: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
+            if sizes:
+                return list(tensor.split(list(sizes)))
+            self._even(len(tensor), "all_to_all", "rows")
+            return list(tensor.tensor_split(self.size()))
+
+        outputs, inputs = parts(output, output_split_sizes), parts(input, input_split_sizes)
+        return self._all_to_all(
+            self._one_for_each(outputs, "all_to_all receives"),
+            self._one_for_each(inputs, "all_to_all sends"),
+            lambda group: [
+                group.alltoall_base(
+                    output,
+                    input,
+                    list(output_split_sizes or ()),
+                    list(input_split_sizes or ()),
+                    opts or AllToAllOptions(),
+                )
+            ],
+        )
+
+    alltoall_base = all_to_all_single
+
+    def _all_to_all(self, outputs: Tensors, inputs: Tensors, native: Native) -> Work:
+        def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [list(parts) for parts in zip(*sent, strict=True)]
+
+        return self._collective("all_to_all", inputs, outputs, exchange, native)
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._collective(
+            "barrier",
+            [],
+            [],
+            lambda sent: self._to_all([]),
+            lambda group: [group.barrier(opts or BarrierOptions())],
+        )
+
+    def _collective(
+        self,
+        kind: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        exchange: Exchange,
+        native: Native,
+        *,
+        root: int | None = None,
+        reduction: str = "",
+    ) -> Work:
+        """Issue a collective: ``exchange`` says in torch what it does, ``native`` asks a library to do it."""
+        self._check_speaker()
+        with self.owner.clock.halted(), plain_tensors():
+            self._n_collectives += 1
+            operation = self._operation(
+                kind,
+                self._n_collectives,
+                outputs if kind == "scatter" else inputs,
+                self._elements_of_all(kind, inputs, outputs),
+                self._bytes_sent(kind, inputs, outputs, root),
+                root=root,
+                detail="" if reduction == "sum" else reduction,
+            )
+            return self._issue_collective(operation, inputs, outputs, exchange, native)
+
+    def _issue_collective(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, exchange: Exchange, native: Native
+    ) -> Work:
+        raise NotImplementedError
+
+    def _to_all(self, received: list[Tensor]) -> list[list[Tensor]]:
+        return [received] * self.size()
+
+    def _to_root(self, root: int, received: list[Tensor]) -> list[list[Tensor]]:
+        return [received if index == root else [] for index in range(self.size())]
+
+    def _elements_of_all(self, kind: str, inputs: Tensors, outputs: Tensors) -> int:
+        """Elements of the whole buffer, which :func:`~lessons_lib.timeline.elements_sent` starts from."""
+        own = sum(tensor.numel() for tensor in (outputs if kind == "scatter" else inputs))
+        return own * self.size() if kind in ("all_gather", "gather", "scatter") else own
+
+    def _bytes_sent(self, kind: str, inputs: Tensors, outputs: Tensors, root: int | None) -> int:
+        if kind == "all_to_all":  # each rank cuts as it likes
+            return sum(tensor.nbytes for tensor in inputs) - inputs[self.index].nbytes
+        tensors = outputs if kind == "scatter" else inputs
+        element_size = tensors[0].element_size() if tensors else 0
+        n_elements = self._elements_of_all(kind, inputs, outputs)
+        return element_size * elements_sent(kind, n_elements, self.size(), self.index, root or 0)
+
+    def _one_for_each(self, tensors: Tensors, who: str) -> Tensors:
+        if len(tensors) != self.size():
+            raise ValueError(
+                f"{who} one tensor for each of the group's {self.size()} ranks, and got {len(tensors)}"
+            )
+        return tensors
+
+    def _even(self, size: int, kind: str, what: str) -> None:
+        if size % self.size():
+            raise ValueError(
+                f"{kind} cuts its tensor into {self.size()} equal pieces, one for each rank of the group, "
+                f"and it has {size} {what}"
+            )
+
+    def _reduction(self, opts: Any) -> tuple[str, Callable[[list[Tensor]], Tensor]]:
+        op = getattr(opts, "reduceOp", ReduceOp.SUM)
+        op = getattr(op, "op", op)
+        if op not in REDUCTIONS:
+            known = ", ".join(name.upper() for name, _ in REDUCTIONS.values())
+            raise ValueError(f"ranks cannot reduce with {op}; they know {known}")
+        name, combine = REDUCTIONS[op]
+        size = self.size()
+
+        def reduction(terms: list[Tensor]) -> Tensor:
+            total = reduce(combine, terms)
+            if name != "avg":
+                return total
+            return total / size if total.is_floating_point() or total.is_complex() else total // size
+
+        return name, reduction
+
+    # ---- messages ----
+
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
+        return self._message(
+            "send", tensors, self.index, dstRank, tag, lambda group: [group.send(tensors, dstRank, tag)]
+        )
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
+        return self._message(
+            "recv", tensors, srcRank, self.index, tag, lambda group: [group.recv(tensors, srcRank, tag)]
+        )
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        return self._message(
+            "recv", tensors, None, self.index, tag, lambda group: [group.recv_anysource(tensors, tag)]
+        )
+
+    def _message(
+        self, kind: str, tensors: Tensors, sender: int | None, receiver: int, tag: int, native: Native
+    ) -> Work:
+        """Issue a send or a receive between two indices in the group; no sender: from anyone."""
+        self._check_speaker()
+        with self.owner.clock.halted(), plain_tensors():
+            peer = receiver if kind == "send" else sender
+            # counted by what the trace tells apart: two groups may have the same name and members
+            counts, key = self.owner.n_messages, (self.label, self.members, kind, peer)
+            counts[key] = counts.get(key, 0) + 1
+            operation = self._operation(
+                kind,
+                counts[key],
+                tensors,
+                sum(tensor.numel() for tensor in tensors),
+                sum(tensor.nbytes for tensor in tensors) if kind == "send" else 0,
+                peer=None if peer is None else self.members[peer],
+                detail=f"tag={tag}" if tag else "",
+            )
+            return self._issue_message(operation, tensors, sender, receiver, tag, native)
+
+    def _issue_message(
+        self,
+        operation: Operation,
+        tensors: Tensors,
+        sender: int | None,
+        receiver: int,
+        tag: int,
+        native: Native,
+    ) -> Work:
+        raise NotImplementedError
+
+    # ---- shared ----
+
+    def _check_speaker(self) -> None:
+        """Only the rank that owns this group may call it."""
+        if current() is not self.owner:
+            whose = "this run" if current() else "a run that has ended"
+            raise RuntimeError(
+                f"this process group belongs to rank {self.owner.number} of {whose}; it was kept in a "
+                "global, a default argument or a returned value. Ask for a group where it is used."
+            )
+
+    def _operation(
+        self,
+        kind: str,
+        sequence: int,
+        tensors: Tensors,
+        n_elements: int,
+        bytes_sent: int,
+        *,
+        peer: int | None = None,
+        root: int | None = None,
+        detail: str = "",
+    ) -> Operation:
+        rank = self.owner
+        operation = Operation(
+            rank=rank.number,
+            kind=kind,
+            group=self.label,
+            members=self.members,
+            sequence=sequence,
+            shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            n_elements=n_elements,
+            n_bytes=n_elements * tensors[0].element_size() if tensors else 0,
+            bytes_sent=bytes_sent,
+            issued_s=rank.clock.now(),
+            where=rank.lines.here(),
+            region=rank.region(),
+            peer=peer,
+            root=root,
+            detail=detail,
+        )
+        rank.operations.append(operation)
+        return operation
