@@ -74,6 +74,10 @@ class RankError(RunError):
         return error
 
 
+class PeerLostError(LessonsError, RuntimeError):
+    """A communication broke off because the rank on the other side has gone. It is not the cause."""
+
+
 class DeadlockError(RunError):
     """No rank can go on. ``waiting`` says for every rank that stands still what it waits for."""
 

@@ -12,6 +12,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -209,3 +210,22 @@ def module_hooks_restored() -> Iterator[None]:
         for table, entries in zip(tables, before, strict=True):
             table.clear()
             table.update(entries)
+
+
+def native_group(backend: str, store: Any, name: str, rank: int, size: int) -> Any:
+    """A group of a communication library: gloo on the loopback interface, or nccl.
+
+    The address is numeric, so no host name is ever looked up, and time-outs are the launcher's.
+    """
+    prefixed = dist.PrefixStore(f"{name}/", store)  # type: ignore[attr-defined]
+    if backend == "nccl":
+        return dist.ProcessGroupNCCL(prefixed, rank, size, dist.ProcessGroupNCCL.Options())
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(days=7)
+    options._threads = 2
+    return dist.ProcessGroupGloo(prefixed, rank, size, options)
+
+
+def file_store(path: str, n_ranks: int) -> Any:
+    return dist.FileStore(path, n_ranks)  # type: ignore[attr-defined]

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from lessons_lib import machines
 from lessons_lib.errors import DeadlockError, RankError, RefusedError, RunError
 from lessons_lib.machines import Machine
-from lessons_lib.spmd import _torch_internals, by_value, doctor, recording, threads
+from lessons_lib.spmd import _torch_internals, by_value, doctor, processes, recording, threads
 from lessons_lib.spmd.current import current
-from lessons_lib.spmd.operation import ranks_text
+from lessons_lib.spmd.operation import Operation, ranks_text
+from lessons_lib.spmd.process_rank import Account
 from lessons_lib.spmd.result import Run, returned
 from lessons_lib.spmd.thread_group import ThreadGroup
 from lessons_lib.spmd.trace import Trace
 
-TRANSPORTS = ("threads",)
+TRANSPORTS = ("threads", "processes")
 
 
 def run(
@@ -42,7 +43,8 @@ def run(
     same ``seed`` for torch, numpy and random.
 
     With ``transport="threads"`` ranks are threads of this process that take turns: nothing to start
-    and nothing to clean up, prints in a fixed order, a deadlock proved the moment it happens.
+    and nothing to clean up, prints in a fixed order, a deadlock proved the moment it happens. With
+    ``"processes"`` each is a process of its own, on gloo, or on nccl with a GPU for every rank.
 
     ``machine`` gives every rank a virtual clock: ``"8xH100"`` (see :mod:`lessons_lib.machines`) or a
     ``Machine``. It runs by counted FLOPs, by :func:`compute` and by what communication costs there,
@@ -61,34 +63,114 @@ def run(
     recorded = recording.refuse_unknown(record)
     _torch_internals.warn_if_untested()
     packed = by_value.pack(fn, args)
-    world = threads.World(ranks, seed, packed.classes, on, recorded)
-    everybody = tuple(range(ranks))
+    name = getattr(fn, "__name__", type(fn).__name__)
+    launch = {"threads": _run_threads, "processes": _run_processes}[transport]
+    result = launch(Request(ranks, packed, name, on, recorded, timeout_s, seed))
+    if isinstance(result.error, RunError):
+        result.error.run = result
+    if result.error is not None:
+        raise result.error from None
+    return result
+
+
+class Request(NamedTuple):
+    """What run was asked for, after everything that cannot work was refused."""
+
+    ranks: int
+    packed: by_value.Packed
+    name: str
+    machine: Machine | None
+    record: tuple[str, ...]
+    timeout_s: float | None
+    seed: int
+
+    def trace(
+        self, operations: Iterable[Operation], ended_s: Iterable[float], ledgers: Sequence[recording.Ledger]
+    ) -> Trace:
+        return Trace(
+            self.ranks,
+            tuple(operation.event() for operation in operations),
+            tuple(ended_s),
+            clock="measured" if self.machine is None else f"virtual ({self.machine.name})",
+            flops=tuple(each.flops for each in ledgers) if "flops" in self.record else (),
+            live_bytes=tuple(each.live_bytes for each in ledgers) if "memory" in self.record else (),
+        )
+
+
+def _run_threads(asked: Request) -> Run:
+    world = threads.World(asked.ranks, asked.seed, asked.packed.classes, asked.machine, asked.record)
+    everybody = tuple(range(asked.ranks))
     began = time.perf_counter()
-    stuck = threads.launch(world, packed, lambda rank: ThreadGroup(rank, "0", "world", everybody), timeout_s)
+    stuck = threads.launch(
+        world, asked.packed, lambda rank: ThreadGroup(rank, "0", "world", everybody), asked.timeout_s
+    )
     seconds = time.perf_counter() - began
-    error = _error_of(world, stuck)
-    result = Run(
-        ranks=ranks,
-        values=[rank.value for rank in world.ranks],
-        endings=tuple(_ending(rank, error) for rank in world.ranks),
-        trace=Trace(
-            ranks,
-            tuple(operation.event() for operation in world.operations),
-            tuple(rank.clock.now() for rank in world.ranks),
-            clock="measured" if on is None else f"virtual ({on.name})",
-            flops=tuple(rank.ledger.flops for rank in world.ranks) if "flops" in recorded else (),
-            live_bytes=tuple(rank.ledger.live_bytes for rank in world.ranks) if "memory" in recorded else (),
+    left = doctor.still_busy([rank.number for rank in stuck])
+    error = world.failure
+    if isinstance(error, KeyboardInterrupt):
+        error = KeyboardInterrupt(f"the ranks were stopped{left}")
+    elif isinstance(error, RunError):
+        error.add_report(left)
+    values = [rank.value for rank in world.ranks]
+    return Run(
+        ranks=asked.ranks,
+        values=values,
+        endings=_endings(values, [rank.returned for rank in world.ranks], error),
+        trace=asked.trace(
+            world.operations,
+            (rank.clock.now() for rank in world.ranks),
+            [rank.ledger for rank in world.ranks],
         ),
         seconds=seconds,
-        name=getattr(fn, "__name__", type(fn).__name__),
-        transport=transport,
+        name=asked.name,
+        transport="threads",
         error=error,
     )
-    if isinstance(error, RunError):
-        error.run = result
-    if error is not None:
-        raise error from None
-    return result
+
+
+def _run_processes(asked: Request) -> Run:
+    began = time.perf_counter()
+    ended = processes.launch(
+        asked.ranks,
+        asked.packed,
+        seed=asked.seed,
+        machine=asked.machine,
+        record=asked.record,
+        timeout_s=asked.timeout_s,
+    )
+    seconds = time.perf_counter() - began
+    accounts = [account or Account() for account in ended.accounts]
+    operations = [operation for account in accounts for operation in account.operations]
+    return Run(
+        ranks=asked.ranks,
+        values=ended.values,
+        endings=_endings(ended.values, ended.returned, ended.failure),
+        trace=asked.trace(
+            sorted(operations, key=lambda operation: operation.issued_s),
+            (account.ended_s for account in accounts),
+            [account.ledger for account in accounts],
+        ),
+        seconds=seconds,
+        name=asked.name,
+        transport="processes",
+        error=ended.failure,
+    )
+
+
+def _endings(values: list[Any], finished: list[bool], error: BaseException | None) -> tuple[str, ...]:
+    """What became of each rank, in a few words."""
+    waiting = {each.rank: each.missing for each in error.waiting} if isinstance(error, DeadlockError) else {}
+    endings = []
+    for rank, value in enumerate(values):
+        if finished[rank]:
+            endings.append(returned(value))
+        elif isinstance(error, RankError) and error.rank == rank:
+            endings.append(f"raised {type(error.cause).__name__}")
+        elif rank in waiting:
+            endings.append(f"waits for {ranks_text(waiting[rank])}")
+        else:
+            endings.append("stopped")
+    return tuple(endings)
 
 
 def _refuse(fn: Any, ranks: Any, transport: Any, timeout_s: Any) -> None:
@@ -114,29 +196,6 @@ def _refuse(fn: Any, ranks: Any, transport: Any, timeout_s: Any) -> None:
         raise RefusedError(f"transport={transport!r} is unknown; known: {known}.")
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise RefusedError(f"timeout_s={timeout_s!r}: give a number of seconds above 0, or leave it out.")
-
-
-def _error_of(world: threads.World, stuck: list[threads.Rank]) -> BaseException | None:
-    """The error a finished run ends with, if it failed."""
-    left = doctor.still_busy([rank.number for rank in stuck])
-    if isinstance(world.failure, KeyboardInterrupt):
-        return KeyboardInterrupt(f"the ranks were stopped{left}")
-    if left and isinstance(world.failure, RunError):
-        world.failure.add_report(left)
-    return world.failure
-
-
-def _ending(rank: threads.Rank, error: BaseException | None) -> str:
-    """What became of a rank, in a few words."""
-    if rank.returned:
-        return returned(rank.value)
-    if isinstance(error, RankError) and error.rank == rank.number:
-        return f"raised {type(error.cause).__name__}"
-    if isinstance(error, DeadlockError):
-        for waiting in error.waiting:
-            if waiting.rank == rank.number:
-                return f"waits for {ranks_text(waiting.missing)}"
-    return "stopped"
 
 
 @contextmanager
@@ -168,7 +227,7 @@ def compute(seconds: float) -> None:
     rank = current()
     if rank is None:
         return
-    if rank.world.machine is None:
+    if rank.machine is None:
         raise RefusedError(
             f"compute({seconds!r}) moves a virtual clock, and this run's is measured. "
             'Give run a machine: run(step, ranks=4, machine="8xH100"), or machine=Machine("free").'

@@ -22,6 +22,9 @@ def is_machinery(file: str) -> bool:
     return file.startswith((_LIBRARY, _TORCH, "<")) or file.endswith(_WRAPPERS)
 
 
+_cells: dict[str, str] = {}  # in the process of a rank: what the notebook's cells are called
+
+
 def display_name(file: str) -> str:
     """A notebook cell's ``Cell In[3]`` for the file name IPython gave it; a path as short as it can be."""
     ipython = sys.modules.get("IPython")
@@ -29,8 +32,30 @@ def display_name(file: str) -> str:
     named = shell.compile.format_code_name(file) if shell else None
     if named:
         return " ".join(named)
+    if file in _cells:
+        return _cells[file]
     nearby = os.path.relpath(file) if os.path.isabs(file) else file
     return file if nearby.startswith("..") else nearby
+
+
+def notebook_cells() -> dict[str, tuple[str, str]]:
+    """The cells of the notebook by file name: what they are called and their text."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is None:
+        return {}
+    return {
+        file: (display_name(file), "".join(linecache.getlines(file)))
+        for file in list(linecache.cache)
+        if shell.compile.format_code_name(file)
+    }
+
+
+def know_cells(cells: dict[str, tuple[str, str]]) -> None:
+    """Let lines of these cells be found in this process, which has not run them."""
+    for file, (name, text) in cells.items():
+        _cells[file] = name
+        linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
 
 
 def line_of(file: str, line: int, function: str) -> Where:

@@ -79,6 +79,10 @@ class Rank:
         return "/".join(self.regions)
 
     @property
+    def machine(self) -> Machine | None:
+        return self.world.machine
+
+    @property
     def lines(self) -> LineFinder:
         return self.world.lines
 
