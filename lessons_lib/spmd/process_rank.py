@@ -53,6 +53,9 @@ class Job:
     environment: dict[str, str]
 
 
+NOWHERE = Where("?", 0, "?")
+
+
 @dataclass(frozen=True)
 class Account:
     """What a rank has done, told at its end."""
@@ -60,7 +63,7 @@ class Account:
     operations: list[Operation] = field(default_factory=list)
     ended_s: float = 0.0
     ledger: Ledger = field(default_factory=Ledger)
-    where: Where = Where("?", 0, "?")  # the line it had come to
+    where: Where = NOWHERE  # the line it had come to
 
 
 class ProcessRank:
