@@ -10,8 +10,9 @@ when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lessons_lib._lazy import lazy
 
 if TYPE_CHECKING:
     from lessons_lib.layout import Layout
@@ -20,21 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "Mesh", "compute", "region", "run"]
 
-_HOME = {
-    "Layout": "lessons_lib.layout",
-    "Mesh": "lessons_lib.mesh",
-    "compute": "lessons_lib.spmd",
-    "region": "lessons_lib.spmd",
-    "run": "lessons_lib.spmd",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Layout": ".layout",
+        "Mesh": ".mesh",
+        "compute": ".spmd",
+        "region": ".spmd",
+        "run": ".spmd",
+    },
+)

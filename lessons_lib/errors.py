@@ -78,6 +78,10 @@ class PeerLostError(LessonsError, RuntimeError):
     """A communication broke off because the rank on the other side has gone. It is not the cause."""
 
 
+class UnfinishedWarning(UserWarning):
+    """Ranks began communications and left them: the numbers they were to bring are not there."""
+
+
 class DeadlockError(RunError):
     """No rank can go on. ``waiting`` says for every rank that stands still what it waits for."""
 

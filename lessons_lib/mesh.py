@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ class Mesh:
     the sizes do not multiply to the number of ranks.
     """
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, *unnamed: int, **sizes: int) -> None:
+        if unnamed:
+            raise RefusedError(f"Mesh{unnamed} names no axes. Try Mesh(row=2, col=2), or Mesh(tp=4).")
         if not dist.is_initialized():
             raise RefusedError(
                 "a Mesh lies over the ranks of a run: make it inside the function given to run."
@@ -66,6 +69,13 @@ class Mesh:
         self.device_mesh: DeviceMesh = init_device_mesh(
             device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
         )
+        # torch takes the group of all ranks for an axis that spans them, which would go by its name.
+        self._groups = {
+            axis: dist.new_group(group_desc=f"mesh_{axis}")
+            if size == n_ranks
+            else self.device_mesh.get_group(axis)
+            for axis, size in sizes.items()
+        }
         self.sizes: dict[str, int] = dict(sizes)
         self.rank: int = dist.get_rank()
         self.coordinate: dict[str, int] = {}
@@ -77,8 +87,15 @@ class Mesh:
     def __getitem__(self, axis: str) -> Group:
         """The group of the ranks that differ from this one in ``axis`` alone."""
         if axis not in self.sizes:
-            raise RefusedError(f"this mesh has no axis {axis!r}; it has {', '.join(map(repr, self.sizes))}.")
-        return Group(self.device_mesh.get_group(axis))
+            nearest = get_close_matches(str(axis), self.sizes, n=1)
+            guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            known = ", ".join(map(repr, self.sizes))
+            raise RefusedError(f"this mesh has no axis {axis!r}; it has {known}.{guess}")
+        if not dist.is_initialized():
+            raise RefusedError(
+                f"{self!r} belongs to a run that has ended: make a new one inside the function."
+            )
+        return Group(self._groups[axis])
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
@@ -223,6 +240,8 @@ def _reduction(op: str) -> Any:
 
 def _plain(x: Tensor, method: str) -> Tensor:
     """Refuse a tensor of which autograd expects a gradient: it would be wrong without a word."""
+    if not isinstance(x, Tensor):
+        raise RefusedError(f"Group.{method} takes a tensor and got {x!r}. Try torch.tensor({x!r}).")
     if torch.is_grad_enabled() and x.requires_grad:
         raise RefusedError(
             f"Group.{method} is plain communication, which autograd does not see, and x requires grad. "

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from lessons_lib.errors import RefusedError
+
 COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -171,7 +173,7 @@ def elements_sent(kind: str, n_elements: int, n_ranks: int, rank: int, root: int
         return 0 if rank == root else chunk(rank)
     if kind == "scatter":
         return n_elements - chunk(root) if rank == root else 0
-    raise ValueError(f"no ring convention for {kind!r}; known: {', '.join(COLLECTIVES)}")
+    raise RefusedError(f"no ring convention for {kind!r}; known: {', '.join(COLLECTIVES)}")
 
 
 def ring_traffic(kind: str, n_elements: int, n_ranks: int) -> int | Fraction:
@@ -223,3 +225,22 @@ def one_or_range(numbers: Sequence[int]) -> str:
     """
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 2``, ``ranks 0 and 3``, ``ranks 0 to 6``.
+
+    >>> ranks_text([2]), ranks_text([0, 3]), ranks_text([0, 1, 2, 3, 5])
+    ('rank 2', 'ranks 0 and 3', 'ranks 0 to 3 and 5')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lessons_lib import Mesh, run
-from lessons_lib.errors import DeadlockError, MismatchError, RankError, RunError
+from lessons_lib.errors import DeadlockError, MismatchError, RankError, RunError, UnfinishedWarning
 from lessons_lib.spmd.doctor import find_cycle
-from lessons_lib.spmd.operation import ranks_text
-from lessons_lib.timeline import Waiting
+from lessons_lib.timeline import Waiting, ranks_text
 
 SOON_S = 0.3  # from the launch to the report
 
@@ -231,7 +232,11 @@ DEADLOCKS: dict[str, tuple[Step, int, list[str]]] = {
     "different tags": (
         wrong_tags,
         2,
-        ["send(float32[1], tag=1) to rank 1", "recv(float32[1], tag=2) from rank 0", "cycle 0 -> 1 -> 0."],
+        [
+            "send(float32[1], tag=1) to rank 1",
+            "recv(float32[1], tag=2) from rank 0",
+            "the send has 1, the recv has 2.",
+        ],
     ),
 }
 
@@ -438,7 +443,7 @@ MISMATCHES: dict[str, tuple[Step, int, list[str]]] = {
             lambda: dist.all_to_all_single(torch.empty(2), torch.ones(3), [1, 1], [2, 1]),
         ),
         2,
-        ["receives float32[2] from all_to_all(", "into a buffer of float32[1]", "as large as what arrives."],
+        ["receives float32[2] from all_to_all(", "into a buffer of float32[1]", "the size of what arrives."],
     ),
     "groups of new_group (S36)": (
         by_rank(lambda: dist.barrier(group=dist.new_group([[0, 3], [1, 2], [1, 2], [0, 3]][me()]))),
@@ -741,3 +746,123 @@ def test_find_cycle_finds_a_shortest_cycle_if_there_is_one(edges: dict[int, tupl
         assert b in edges[a]
     if cycle:
         assert cycle[0] == min(cycle)
+
+
+# ---- calls that name a rank outside of their group ----
+
+OUTSIDE: dict[str, Step] = {
+    "broadcast": lambda: dist.broadcast(one(), 2),
+    "broadcast, negative": lambda: dist.broadcast(one(), -1),
+    "reduce": lambda: dist.reduce(one(), 7),
+    "gather": lambda: dist.gather(one(), None, dst=2),
+    "scatter": lambda: dist.scatter(one(), None, src=2),
+    "send": lambda: dist.send(one(), 5),
+    "send, negative": lambda: dist.send(one(), -1),
+    "recv": lambda: dist.recv(one(), -3),
+}
+
+
+@pytest.mark.parametrize("step", OUTSIDE.values(), ids=OUTSIDE)
+def test_a_rank_outside_of_the_group_is_refused_before_anything_is_sent(step: Step) -> None:
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match=r"which has ranks 0 and 1|[Ii]nvalid|rank|root") as caught:
+        run(step, ranks=2, timeout_s=5)
+    assert time.perf_counter() - began < 2 and not caught.value.run.trace.events  # type: ignore[attr-defined]
+
+
+def test_a_report_that_fails_ends_the_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> str:
+        raise RuntimeError("the doctor is ill")
+
+    monkeypatch.setattr("lessons_lib.spmd.doctor.deadlock", broken)
+    monkeypatch.setattr("lessons_lib.spmd.doctor.raised", broken)
+    with pytest.raises(RunError, match=r"no rank can go on, and the report about it failed.*doctor is ill"):
+        run(lambda: dist.recv(one(), 1 - me()), ranks=2, timeout_s=5)
+    with pytest.raises(ZeroDivisionError, match=r"and so did the report about it.*doctor is ill"):
+        run(lambda: 1 // 0, ranks=2, timeout_s=5)
+
+
+def test_asking_for_ever_is_a_deadlock_too() -> None:
+    def step() -> None:
+        if me() == 0:
+            work = dist.irecv(one(), 1)
+            while not work.is_completed():
+                pass
+
+    text = report(step, 2, DeadlockError)
+    assert "rank 0 waits for rank 1 in recv(float32[1]) from rank 1" in text
+    assert "rank 1 has returned and will never send it" in text
+
+
+def test_two_groups_of_the_same_ranks_are_told_apart() -> None:
+    def step() -> None:
+        first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+        for group in (first, second) if me() == 0 else (second, first):
+            dist.all_reduce(one(), group=group)
+
+    text = report(step, 2, DeadlockError)
+    assert "rank 0 waits for rank 1 in all_reduce(float32[1]), #1 on the group of ranks 0 and 1\n" in text
+    assert (
+        "rank 1 waits for rank 0 in all_reduce(float32[1]), #1 on the second group of ranks 0 and 1" in text
+    )
+
+
+def test_a_failed_run_counts_no_bytes_of_what_never_happened() -> None:
+    with pytest.raises(DeadlockError) as caught:
+        run(lambda: dist.all_reduce(torch.ones(100)) if me() else None, ranks=3)
+    assert [caught.value.run.trace.bytes_sent(rank) for rank in range(3)] == [0, 0, 0]
+
+
+STUBBORN = """
+import os
+import torch, torch.distributed as dist
+from lessons_lib import run
+from lessons_lib.errors import RunError
+
+def stubborn():
+    while True:
+        try:
+            while True:
+                try:
+                    while True:
+                        try: dist.recv(torch.ones(1), 1 - dist.get_rank())
+                        except BaseException: pass
+                except BaseException: pass
+        except BaseException: pass
+
+try:
+    run(stubborn, ranks=2, timeout_s=0.5)
+except RunError:
+    print(run(lambda: dist.get_rank(), ranks=2).values, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_swallows_everything_does_not_hold_up_the_notebook() -> None:
+    """In a process of its own, whose threads end with it."""
+    done = subprocess.run([sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[0, 1]\n", done.stderr
+
+
+def test_what_was_begun_and_left_is_told() -> None:
+    def left() -> float:
+        x = one()
+        dist.all_reduce(x, async_op=True)
+        return x.item()
+
+    def never_joined() -> None:
+        if me() == 0:
+            dist.all_reduce(one(), async_op=True)
+
+    def never_received() -> None:
+        if me() == 0:
+            dist.isend(one(), 1)
+
+    for step, sentence in (
+        (left, "rank 1 called all_reduce.*never waited for it: its tensor still holds the old numbers"),
+        (never_joined, "rank 0 called all_reduce.*and the other side never came"),
+        (never_received, r"rank 0 called send\(float32\[1\]\) to rank 1 .*and the other side never came"),
+    ):
+        with pytest.warns(UnfinishedWarning, match=sentence):
+            result = run(step, ranks=2)
+        assert result.notes and result.notes[0] in result.picture().svg.replace("&quot;", '"')

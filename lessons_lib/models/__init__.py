@@ -6,21 +6,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lessons_lib._lazy import lazy
 
 if TYPE_CHECKING:
     from lessons_lib.models.gpt import GPT, GPTConfig
 
 __all__ = ["GPT", "GPTConfig"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.gpt"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy(__name__, {"GPT": ".gpt", "GPTConfig": ".gpt"})

@@ -8,6 +8,9 @@ Every parallel method in this library trains this model, unchanged. Two habits m
   tensor it is handed, so a rank that was given a quarter of the columns of ``qkv`` simply has a quarter
   of the heads.
 
+A module that adds to the residual stream says in ``branch`` which linear layers the data passes, in order;
+between two of them every column, or every head, is worked on alone. All else takes and leaves the stream.
+
 The weights are a function of the configuration, the seed and their own name, and of nothing else: every
 rank can build the same model, or only a part of it, and whoever drew random numbers before does not matter.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -171,6 +175,8 @@ class Attention(nn.Module):
     (Linear(in_features=8, out_features=24, bias=True), 2)
     """
 
+    branch: ClassVar = ("qkv", "proj")
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.K = config.K
@@ -186,6 +192,8 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """Widen from D to F, bend, and narrow back."""
+
+    branch: ClassVar = ("up", "down")
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lessons_lib._lazy import lazy
 
 if TYPE_CHECKING:
     from lessons_lib.spmd.launcher import compute, region, run
@@ -11,15 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "compute", "region", "run"]
 
-_HOME = {"Run": "result", "compute": "launcher", "region": "launcher", "run": "launcher"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Run": ".result",
+        "compute": ".launcher",
+        "region": ".launcher",
+        "run": ".launcher",
+    },
+)

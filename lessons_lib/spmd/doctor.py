@@ -5,6 +5,7 @@ Pure text from plain records; it knows no transport and decides nothing.
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections.abc import Sequence
@@ -24,6 +25,26 @@ MOST_FRAMES = 10  # lines of a traceback shown at either end: a recursion has a 
 # What a message of torch means for somebody whose ranks were started by run.
 _HINTS = (
     (
+        r"missing \d+ required positional argument",
+        "give the function's arguments after it: run(step, 10, ranks=4).",
+    ),
+    (
+        r"unsupported operand .*NoneType|'NoneType' object",
+        "all_reduce and its like change x in place and return None; with async_op they return a handle.",
+    ),
+    (
+        r"incompatible function arguments.*(op|reduce)",
+        "op is one of dist.ReduceOp: op=dist.ReduceOp.MAX.",
+    ),
+    (
+        r"not compiled with CUDA|_cuda_setDevice|No CUDA GPUs|NVIDIA driver",
+        "ranks here live on the CPU: leave the device out.",
+    ),
+    (
+        r"Only.* GLOO|monitored_barrier",
+        "use dist.barrier(): run explains hangs by itself.",
+    ),
+    (
         r"initialize the default process group twice",
         "run has initialised it for every rank: leave that line out.",
     ),
@@ -36,7 +57,7 @@ _HINTS = (
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """Where one rank is. ``waits_in`` is the operation it stands in, ``last`` its latest one."""
 
     rank: int
@@ -59,24 +80,28 @@ class Standing:
 # ---- standing still ----
 
 
-def deadlock(ranks: Sequence[Standing]) -> str:
+def deadlock(ranks: Sequence[RankStatus]) -> str:
     still = [rank.rank for rank in ranks if rank.waits_in]
     verb = "waits" if len(still) == 1 else "wait"
     lines = [f"Deadlock: {ranks_text(still)} of {len(ranks)} {verb}, and no rank can go on.", ""]
     return "\n".join([*lines, *where_ranks_stand(ranks), "", *_diagnosis(ranks)])
 
 
-def where_ranks_stand(ranks: Sequence[Standing]) -> list[str]:
+def where_ranks_stand(ranks: Sequence[RankStatus]) -> list[str]:
     """Where every rank is that waits or has ended, those that do the same together."""
     same: dict[tuple[str, tuple[int, ...], Where], list[int]] = {}
     for rank in ranks:
         if rank.waits_in:
             same.setdefault((str(rank.waits_in), rank.missing, rank.waits_in.where), []).append(rank.rank)
-    lines = []
+    busy = {rank.rank for rank in ranks if not rank.ended and not rank.waits_in}
+    at: dict[Where, list[str]] = {}  # what ranks do at one line stands together
     for (operation, missing, where), numbers in same.items():
         verb = "waits" if len(numbers) == 1 else "wait"
         whom = ranks_text(missing) if missing else "the others"
-        lines += [f"  {ranks_text(numbers)} {verb} for {whom} in {operation}", f"      {where}"]
+        on_the_way = sorted(busy & set(missing))
+        note = f" ({ranks_text(on_the_way)} still on the way)" if on_the_way else ""
+        at.setdefault(where, []).append(f"  {ranks_text(numbers)} {verb} for {whom} in {operation}{note}")
+    lines = [line for where, group in at.items() for line in (*group, f"      {where}")]
     for rank in ranks:
         if rank.ended and rank.last is None:
             lines.append(f"  rank {rank.rank} has returned without communicating")
@@ -86,13 +111,16 @@ def where_ranks_stand(ranks: Sequence[Standing]) -> list[str]:
     return lines
 
 
-def _diagnosis(ranks: Sequence[Standing]) -> list[str]:
+def _diagnosis(ranks: Sequence[RankStatus]) -> list[str]:
     """The reason in one sentence, and the way out in another."""
     ended = {rank.rank for rank in ranks if rank.ended}
     for rank in ranks:
         gone = [other for other in rank.missing if other in ended]
         if rank.waits_in and gone:
             return _waits_for_the_gone(rank.waits_in, gone)
+    tags = _different_tags(ranks)
+    if tags:
+        return tags
     cycle = find_cycle({rank.rank: rank.missing for rank in ranks if rank.waits_in})
     if cycle:
         path = " -> ".join(str(rank) for rank in [*cycle, cycle[0]])
@@ -105,6 +133,25 @@ def _diagnosis(ranks: Sequence[Standing]) -> list[str]:
             remedy = "bring the calls of these ranks into the same order."
         return [f"Why: each waits for the next in the cycle {path}.", f"Try: {remedy}"]
     return ["Why: what they wait for is never called.", "Try: pair every call with its other side."]
+
+
+def _different_tags(ranks: Sequence[RankStatus]) -> list[str]:
+    """A send and a receive that would meet, were it not for their tags."""
+    waits = [rank.waits_in for rank in ranks if rank.waits_in]
+    for sent in waits:
+        for received in waits:
+            pair = (sent.kind, received.kind) == ("send", "recv") and sent.group == received.group
+            if (
+                pair
+                and (sent.peer, sent.rank) == (received.rank, received.peer)
+                and sent.detail != received.detail
+            ):
+                tags = [operation.detail.removeprefix("tag=") or "0" for operation in (sent, received)]
+                return [
+                    f"Why: the tags differ: the send has {tags[0]}, the recv has {tags[1]}.",
+                    "Try: one tag.",
+                ]
+    return []
 
 
 def _waits_for_the_gone(operation: Operation, gone: list[int]) -> list[str]:
@@ -178,7 +225,7 @@ def _what_differs(operations: Sequence[Operation]) -> str:
     for name, of in (
         ("operation", lambda o: o.kind),
         ("root", lambda o: o.root),
-        ("dtype", lambda o: o.dtype),
+        ("dtype", lambda o: o.dtypes),
         ("shape", lambda o: o.shapes),
     ):
         if len({of(operation) for operation in operations}) > 1:
@@ -204,7 +251,7 @@ def different_groups(first: Creation, second: Creation) -> str:
 
 
 def different_message(sent: Operation, received: Operation) -> str:
-    what = "dtype" if sent.dtype != received.dtype else "size"
+    what = "dtype" if sent.dtypes != received.dtypes else "size"
     lines = [f"Mismatch: a message is sent and received with another {what}.", ""]
     for operation in (sent, received):
         lines += [f"  rank {operation.rank} calls {operation}", f"      {operation.where}"]
@@ -217,13 +264,14 @@ def wrong_buffer(operation: Operation, output: Tensor, result: Tensor) -> str:
 
     what = f"receives {text(result)} from {operation} into a buffer of {text(output)}"
     lines = [f"Mismatch: rank {operation.rank} {what}.", f"      {operation.where}"]
-    return "\n".join([*lines, "", "Try: make the buffer as large as what arrives."])
+    what = "dtype" if output.dtype != result.dtype else "size"
+    return "\n".join([*lines, "", f"Try: give the buffer the {what} of what arrives."])
 
 
 # ---- a rank that raised, a run that took too long ----
 
 
-def raised(rank: int, error: BaseException, ranks: Sequence[Standing]) -> str:
+def raised(rank: int, error: BaseException, ranks: Sequence[RankStatus]) -> str:
     """``rank`` raised ``error``: its own traceback comes first, then where the others stand."""
     others = where_ranks_stand(ranks)
     return "\n".join([*traceback_of(rank, error), *(["", *others] if others else [])])
@@ -242,7 +290,7 @@ def traceback_of(rank: int, error: BaseException) -> list[str]:
     if frames and (not own or frames[-1] is not own[-1]):
         last = frames[-1]
         lines.append(f"      in {last.name} ({'/'.join(last.filename.split('/')[-3:])}, line {last.lineno})")
-    lines += [f"Try: {hint}" for pattern, hint in _HINTS if re.search(pattern, text_of(error))]
+    lines += [f"Try: {hint}" for pattern, hint in _HINTS if re.search(pattern, text_of(error), re.DOTALL)]
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and type(cause).__name__ != "Stopped":
         lines.append(f"  while handling {type(cause).__name__}: {text_of(cause)}")
@@ -266,20 +314,55 @@ def text_of(error: BaseException) -> str:
     return text if more <= 0 else f"{text[:LONGEST_MESSAGE]} ... (message cut, {more:,} more characters)"
 
 
-def too_long(timeout_s: float, running: Sequence[tuple[int, Where]], ranks: Sequence[Standing]) -> str:
-    """A run took longer than it may; ``running`` are the ranks that had not stopped, and where."""
+Running = Sequence[tuple[int, Where]]  # ranks that were running, and where
+
+
+def too_long(timeout_s: float, running: Running, ranks: Sequence[RankStatus]) -> str:
     lines = [f"The run took longer than its timeout_s={timeout_s:g} and was stopped.", ""]
-    for rank, where in running:
-        lines += [f"  rank {rank} was running", f"      {where}"]
-    lines += where_ranks_stand(ranks)
+    lines += where_all_were(running, ranks)
     if running:
-        who = ranks_text([rank for rank, _ in running])
-        lines += ["", f"Try: look at the line above; {who} did not come to a next communication."]
+        who, where = ranks_text([rank for rank, _ in running]), running[0][1]
+        lines += ["", f"Try: look at {where.file}, line {where.line}: {who} came to no next communication."]
     return "\n".join(lines)
 
 
+def where_all_were(running: Running, ranks: Sequence[RankStatus]) -> list[str]:
+    at: dict[Where, list[int]] = {}
+    for rank, where in running:
+        at.setdefault(where, []).append(rank)
+    lines = []
+    for where, numbers in at.items():
+        lines += [
+            f"  {ranks_text(numbers)} {'was' if len(numbers) == 1 else 'were'} running",
+            f"      {where}",
+        ]
+    return [*lines, *where_ranks_stand(ranks)]
+
+
+def interrupted(running: Running, ranks: Sequence[RankStatus]) -> str:
+    return "\n".join(["the ranks were stopped", "", *where_all_were(running, ranks)])
+
+
+def unfinished(operations: Sequence[Operation]) -> list[str]:
+    """What ranks began and left: a sentence for each, of a run that ended well otherwise."""
+    notes = []
+    for operation in operations:
+        if math.isinf(operation.done_s):
+            where = f"{operation.where.file}, line {operation.where.line}"
+            if not operation.met:
+                left = "and the other side never came"
+            elif operation.kind == "send":
+                continue
+            else:
+                left = "and never waited for it: its tensor still holds the old numbers"
+            notes.append(f"rank {operation.rank} called {operation} ({where}), {left}.")
+    return notes
+
+
 def still_busy(stuck: Sequence[int]) -> str:
-    """What is left of a run whose ranks could not be stopped."""
+    """What is left of a run some of whose ranks did not stop."""
     if not stuck:
         return ""
-    return f"\n{ranks_text(list(stuck))} could not be stopped in native code and will end when it returns."
+    return (
+        f"\n{ranks_text(list(stuck))} could not be stopped: busy in native code, or catching every exception."
+    )

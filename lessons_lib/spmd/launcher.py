@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from lessons_lib import machines
-from lessons_lib.errors import DeadlockError, RankError, RefusedError, RunError
+from lessons_lib.errors import DeadlockError, RankError, RefusedError, RunError, UnfinishedWarning
 from lessons_lib.machines import Machine
 from lessons_lib.spmd import _torch_internals, by_value, doctor, processes, recording, threads
 from lessons_lib.spmd.current import current
@@ -19,13 +20,14 @@ from lessons_lib.spmd.result import Run, returned
 from lessons_lib.spmd.thread_group import ThreadGroup
 from lessons_lib.spmd.trace import Trace
 
+MOST_RANKS = 1024  # threads; each takes memory, and beyond it runs take seconds
 TRANSPORTS = ("threads", "processes")
 
 
 def run(
     fn: Callable[..., Any],
     *args: Any,
-    ranks: int,
+    ranks: int | None = None,
     transport: str = "threads",
     machine: str | Machine | None = None,
     record: str | Sequence[str] = (),
@@ -56,20 +58,22 @@ def run(
     :class:`~lessons_lib.errors.DeadlockError`, :class:`~lessons_lib.errors.MismatchError`, or
     :class:`~lessons_lib.errors.RunTimeoutError` after ``timeout_s``.
     """
-    _refuse(fn, ranks, transport, timeout_s)
+    ranks = _refuse(fn, args, ranks, transport, timeout_s)
     on = machines.machine(machine) if isinstance(machine, str) else machine
     if on is not None and ranks > on.n_gpus:
         raise RefusedError(f"ranks={ranks} and {on!r}: give a machine with a GPU for every rank.")
     recorded = recording.refuse_unknown(record)
     _torch_internals.warn_if_untested()
     packed = by_value.pack(fn, args)
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = _name(fn)
     launch = {"threads": _run_threads, "processes": _run_processes}[transport]
     result = launch(Request(ranks, packed, name, on, recorded, timeout_s, seed))
-    if isinstance(result.error, RunError):
-        result.error.run = result
     if result.error is not None:
+        result.error.run = result  # type: ignore[attr-defined]
         raise result.error from None
+    if result.notes:
+        more = f"\n... and {len(result.notes) - 3} more, see result.notes" if len(result.notes) > 3 else ""
+        warnings.warn("\n".join(result.notes[:3]) + more, UnfinishedWarning, stacklevel=2)
     return result
 
 
@@ -108,7 +112,7 @@ def _run_threads(asked: Request) -> Run:
     left = doctor.still_busy([rank.number for rank in stuck])
     error = world.failure
     if isinstance(error, KeyboardInterrupt):
-        error = KeyboardInterrupt(f"the ranks were stopped{left}")
+        error = KeyboardInterrupt(f"{error}{left}")
     elif isinstance(error, RunError):
         error.add_report(left)
     values = [rank.value for rank in world.ranks]
@@ -125,6 +129,7 @@ def _run_threads(asked: Request) -> Run:
         name=asked.name,
         transport="threads",
         error=error,
+        notes=tuple(doctor.unfinished(world.operations)),
     )
 
 
@@ -154,6 +159,7 @@ def _run_processes(asked: Request) -> Run:
         name=asked.name,
         transport="processes",
         error=ended.failure,
+        notes=tuple(doctor.unfinished(operations)),
     )
 
 
@@ -173,8 +179,8 @@ def _endings(values: list[Any], finished: list[bool], error: BaseException | Non
     return tuple(endings)
 
 
-def _refuse(fn: Any, ranks: Any, transport: Any, timeout_s: Any) -> None:
-    """Refuse what cannot work, before anything starts."""
+def _refuse(fn: Any, args: tuple[Any, ...], ranks: Any, transport: Any, timeout_s: Any) -> int:
+    """Refuse what cannot work, before anything starts; return the number of ranks."""
     if not callable(fn):
         called = "" if isinstance(fn, int | str) else ", which is what it returned"
         raise RefusedError(
@@ -189,13 +195,33 @@ def _refuse(fn: Any, ranks: Any, transport: Any, timeout_s: Any) -> None:
             f"run inside rank {here.number} of a run: ranks cannot start ranks. "
             "Call run from the notebook, or use groups (Mesh) inside the ranks you have."
         )
+    if ranks is None:
+        given = f"run(..., {args[-1]}) gives {args[-1]} to the function" if args else "run was not told"
+        raise RefusedError(f"how many ranks? {given}. Try run({_name(fn)}, ranks=4).")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise RefusedError(f"ranks={ranks!r}: a run needs a whole number of ranks, 1 or more. Try ranks=4.")
     if transport not in TRANSPORTS:
         known = ", ".join(f'"{name}"' for name in TRANSPORTS)
         raise RefusedError(f"transport={transport!r} is unknown; known: {known}.")
+    most = MOST_RANKS if transport == "threads" else 16 * processes.available_cores()
+    if ranks > most:
+        advice = "" if transport == "threads" else "; thread ranks, the default transport, go further"
+        raise RefusedError(f"ranks={ranks}: this machine carries {most} {transport}{advice}. Try ranks=8.")
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise RefusedError(f"timeout_s={timeout_s!r}: give a number of seconds above 0, or leave it out.")
+    try:
+        inspect.signature(fn).bind(*args)
+    except TypeError as mismatch:
+        raise RefusedError(
+            f"{_name(fn)}: {mismatch}. The function's arguments come after it: run(step, 10, ranks=4)."
+        ) from None
+    except ValueError:
+        pass  # a builtin without a signature
+    return ranks
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 @contextmanager
@@ -208,6 +234,8 @@ def region(name: str) -> Iterator[None]:
     if rank is None:  # the serial model runs the same code without ranks
         yield
         return
+    if "/" in name:
+        raise RefusedError(f"region({name!r}): regions nest by themselves, so a name has no '/'.")
     rank.regions.append(name)
     try:
         yield

@@ -22,6 +22,13 @@ def is_machinery(file: str) -> bool:
     return file.startswith((_LIBRARY, _TORCH, "<")) or file.endswith(_WRAPPERS)
 
 
+def _is_machinery_frame(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file in ("<string>", "<stdin>"):  # generated code, or a program given with -c or typed in
+        return frame.f_globals.get("__name__") != "__main__"
+    return is_machinery(file)
+
+
 _cells: dict[str, str] = {}  # in the process of a rank: what the notebook's cells are called
 
 
@@ -64,7 +71,7 @@ def line_of(file: str, line: int, function: str) -> Where:
 
 def line_of_frame(frame: FrameType | None) -> Where:
     """The innermost line of the learner's below ``frame``."""
-    while frame is not None and is_machinery(frame.f_code.co_filename):
+    while frame is not None and _is_machinery_frame(frame):
         frame = frame.f_back
     if frame is None:
         return Where("?", 0, "?")
@@ -83,7 +90,7 @@ class LineFinder:
         ours: FrameType | None = None
         while frame is not None:
             file = frame.f_code.co_filename
-            if not is_machinery(file):
+            if not _is_machinery_frame(frame):
                 return self._where(frame)
             if ours is None and file.startswith(_LIBRARY) and f"{os.sep}spmd{os.sep}" not in file:
                 ours = frame

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lessons_lib.timeline import Event, Where
+from lessons_lib.timeline import ranks_text as ranks_text  # doctor and launcher take it from here, too
+
+_ORDINALS = {"2": "second", "3": "third"}
 
 
 @dataclass(slots=True)
@@ -19,7 +22,7 @@ class Operation:
     members: tuple[int, ...]
     sequence: int
     shapes: tuple[tuple[int, ...], ...]
-    dtype: str
+    dtypes: tuple[str, ...]
     n_elements: int
     n_bytes: int  # of all elements, the whole buffer
     bytes_sent: int
@@ -36,12 +39,15 @@ class Operation:
     @property
     def signature(self) -> tuple[Any, ...]:
         """What the ranks of a collective must agree on. In an all-to-all each cuts as it likes."""
-        shapes = None if self.kind == "all_to_all" else self.shapes
-        return self.kind, shapes, self.dtype, self.root, self.detail
+        if self.kind == "all_to_all":
+            return self.kind, None, frozenset(self.dtypes), self.root, self.detail
+        return self.kind, self.shapes, self.dtypes, self.root, self.detail
 
     def __str__(self) -> str:
         """``all_reduce(float32[3]), #2 on world``; ``send(float32[1]) to rank 4``."""
-        tensors = ", ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes)
+        tensors = ", ".join(
+            f"{dtype}{list(shape)}" for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        )
         root = f"root={self.members[self.root]}" if self.root is not None else ""
         call = f"{self.kind}({', '.join(part for part in (tensors, root, self.detail) if part)})"
         peer = "any rank" if self.peer is None else f"rank {self.peer}"
@@ -56,9 +62,11 @@ class Operation:
         """``world``; ``group tp (ranks 0 and 1)``; ``the group of ranks 0 and 3``."""
         if self.group == "world":
             return "world"
-        if self.group.startswith("ranks "):
-            return f"the group of {ranks_text(self.members)}"
-        return f"group {self.group} ({ranks_text(self.members)})"
+        label, _, which = self.group.partition(", number ")
+        nth = f"{_ORDINALS.get(which, which)} " if which else ""
+        if label.startswith("ranks "):
+            return f"the {nth}group of {ranks_text(self.members)}"
+        return f"{nth}group {label} ({ranks_text(self.members)})"
 
     def event(self) -> Event:
         return Event(
@@ -68,7 +76,7 @@ class Operation:
             members=self.members,
             sequence=self.sequence,
             shape=self.shapes[0] if self.shapes else (),
-            dtype=self.dtype,
+            dtype=" ".join(dict.fromkeys(self.dtypes)),
             n_elements=self.n_elements,
             bytes_sent=self.bytes_sent if self.met else 0,
             issued_s=self.issued_s,
@@ -78,22 +86,3 @@ class Operation:
             peer=self.peer,
             region=self.region,
         )
-
-
-def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
-    """``rank 2``, ``ranks 0 and 3``, ``ranks 0 to 6``.
-
-    >>> ranks_text([2]), ranks_text([0, 3]), ranks_text([0, 1, 2, 3, 5])
-    ('rank 2', 'ranks 0 and 3', 'ranks 0 to 3 and 5')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts: list[str] = []
-    for run in runs:
-        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
-    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

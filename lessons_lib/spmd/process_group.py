@@ -58,7 +58,7 @@ class ProcessRankGroup(RankGroup):
         disagreement = doctor.disagreement([found[0] for found in posted if found])
         if disagreement:
             raise MismatchError(disagreement)
-        return Handle(self, operation, key, self._ask(operation, native), list(outputs) or list(inputs))
+        return ProcessWork(self, operation, key, self._ask(operation, native), list(outputs) or list(inputs))
 
     def _issue_message(
         self,
@@ -75,9 +75,9 @@ class ProcessRankGroup(RankGroup):
         found = peer.find((other, *key[1:])) if peer else None
         if found:
             sent, received = (operation, found[0]) if other == "recv" else (found[0], operation)
-            if (sent.n_elements, sent.dtype) != (received.n_elements, received.dtype):
+            if (sent.n_elements, sent.dtypes) != (received.n_elements, received.dtypes):
                 raise MismatchError(doctor.different_message(sent, received))
-        return Handle(self, operation, key, self._ask(operation, native), list(tensors))
+        return ProcessWork(self, operation, key, self._ask(operation, native), list(tensors))
 
     def _post(self, count: Key, operation: Operation) -> Key:
         ready_s = max(operation.issued_s, self.owner.link_free_s)
@@ -93,7 +93,7 @@ class ProcessRankGroup(RankGroup):
             ) from error
 
 
-class Handle(Work):
+class ProcessWork(Work):
     """The handle of an operation of process ranks."""
 
     def __init__(

@@ -77,6 +77,7 @@ class ProcessRank:
         self.lines, self.ledger = LineFinder(), Ledger()
         self.operations: list[Operation] = []
         self.n_messages: dict[Any, int] = {}
+        self.n_groups: dict[Any, int] = {}
         self.regions: list[str] = []
         self.link_free_s = 0.0
         self.store = _torch_internals.file_store(f"{job.folder}/store", job.n_ranks)

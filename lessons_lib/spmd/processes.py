@@ -41,7 +41,7 @@ from lessons_lib.errors import (
 from lessons_lib.machines import Machine
 from lessons_lib.spmd import by_value, doctor
 from lessons_lib.spmd.board import Board, Key, Notice
-from lessons_lib.spmd.doctor import Standing
+from lessons_lib.spmd.doctor import RankStatus
 from lessons_lib.spmd.lines import notebook_cells
 from lessons_lib.spmd.output import LabelledStream
 from lessons_lib.spmd.process_rank import Account, Job
@@ -74,7 +74,7 @@ class Ended:
     returned: list[bool]
     accounts: list[Account | None]
     failure: BaseException | None
-    standing: list[Standing]
+    standing: list[RankStatus]
 
 
 def available_cores() -> int:
@@ -413,15 +413,15 @@ class Watch:
                     return text
         return ""
 
-    def standing(self) -> list[Standing]:
+    def standing(self) -> list[RankStatus]:
         notices = self.notices()
         ranks = []
         for rank, notice in enumerate(notices):
             found = notice.find(notice.waits_for) if notice.state == "waiting" else None
             if found:
-                ranks.append(Standing(rank, waits_in=found[0], missing=missing(notices, rank)))
+                ranks.append(RankStatus(rank, waits_in=found[0], missing=missing(notices, rank)))
             else:
-                ranks.append(Standing(rank, ended=notice.state == "ended", last=notice.latest()))
+                ranks.append(RankStatus(rank, ended=notice.state == "ended", last=notice.latest()))
         return ranks
 
     def _give_up(self) -> None:

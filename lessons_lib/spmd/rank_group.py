@@ -27,7 +27,7 @@ from lessons_lib.spmd.clock import Clock
 from lessons_lib.spmd.current import current
 from lessons_lib.spmd.doctor import Creation
 from lessons_lib.spmd.lines import LineFinder
-from lessons_lib.spmd.operation import Operation
+from lessons_lib.spmd.operation import Operation, ranks_text
 from lessons_lib.timeline import elements_sent
 
 Tensors = Sequence[Tensor]
@@ -46,12 +46,13 @@ REDUCTIONS: dict[Any, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
-class Speaker(Protocol):
+class RankLike(Protocol):
     """What a group asks of the rank it belongs to."""
 
     number: int
     clock: Clock
     n_messages: dict[Any, int]
+    n_groups: dict[Any, int]
 
     @property
     def lines(self) -> LineFinder: ...
@@ -63,7 +64,7 @@ class Speaker(Protocol):
 class RankGroup(ProcessGroup):
     """The ranks ``members`` of a run, as rank ``owner`` sees them; a transport says how data travel."""
 
-    def __init__(self, owner: Speaker, name: str, label: str, members: tuple[int, ...]) -> None:
+    def __init__(self, owner: RankLike, name: str, label: str, members: tuple[int, ...]) -> None:
         self.owner, self.members, self.label = owner, members, label
         self.index = members.index(owner.number)
         super().__init__(self.index, len(members))
@@ -108,11 +109,19 @@ class RankGroup(ProcessGroup):
         group_desc: str | None,
     ) -> RankGroup | None:
         """Called by ``torch.distributed.new_group`` on every rank; ``None`` for one outside."""
-        self._check_speaker()
+        self._check_caller()
         members = tuple(ranks)
-        label = (group_desc or "").removeprefix("mesh_") or f"ranks {', '.join(map(str, members))}"
+        label = self._label(group_desc, members)
         creation = Creation(members, self.owner.number, self.owner.lines.here())
         return self._new_group(group_name, label, creation)
+
+    def _label(self, description: str | None, members: tuple[int, ...]) -> str:
+        """What the group is called: its mesh axis or its ranks, and which it is if there are several."""
+        label = (description or "").removeprefix("mesh_") or f"ranks {', '.join(map(str, members))}"
+        made = self.owner.n_groups
+        made[label, members] = made.get((label, members), 0) + 1
+        which = made[label, members]
+        return label if which == 1 else f"{label}, number {which}"
 
     def _new_group(self, name: str, label: str, creation: Creation) -> RankGroup | None:
         """Make the group, or stop the run if another rank makes another one by the same call."""
@@ -135,23 +144,24 @@ class RankGroup(ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         name, combine = self._reduction(opts)
+        root = self._place(opts.rootRank, "reduce", "root")
 
         def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
-            return self._to_root(opts.rootRank, [combine([s[0] for s in sent])])
+            return self._to_root(root, [combine([s[0] for s in sent])])
 
-        outputs = tensors if self.index == opts.rootRank else []
+        outputs = tensors if self.index == root else []
         return self._collective(
             "reduce",
             tensors,
             outputs,
             exchange,
             lambda group: [group.reduce(tensors, opts)],
-            root=opts.rootRank,
+            root=root,
             reduction=name,
         )
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        root = opts.rootRank
+        root = self._place(opts.rootRank, "broadcast", "root")
 
         def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
             return [[] if index == root else sent[root] for index in range(self.size())]
@@ -169,6 +179,7 @@ class RankGroup(ProcessGroup):
             outputs[0],
             lambda sent: self._to_all([s[0] for s in sent]),
             lambda group: [group.allgather(outputs, inputs, opts or AllgatherOptions())],
+            parts=self.size(),
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -183,7 +194,7 @@ class RankGroup(ProcessGroup):
             options = opts or AllgatherOptions()
             return [group._allgather_base(o, i, options) for o, i in zip(outputs, inputs, strict=True)]
 
-        return self._collective("all_gather", inputs, outputs, exchange, native)
+        return self._collective("all_gather", inputs, outputs, exchange, native, parts=self.size())
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -225,7 +236,7 @@ class RankGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
-        root = opts.rootRank
+        root = self._place(opts.rootRank, "gather", "root")
         received = outputs[0] if self.index == root else []
         if self.index == root:
             self._one_for_each(received, "the root of gather receives")
@@ -240,10 +251,11 @@ class RankGroup(ProcessGroup):
             exchange,
             lambda group: [group.gather(outputs, inputs, opts)],
             root=root,
+            parts=self.size(),
         )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
-        root = opts.rootRank
+        root = self._place(opts.rootRank, "scatter", "root")
         sent_here = inputs[0] if self.index == root else []
         if self.index == root:
             self._one_for_each(sent_here, "the root of scatter sends")
@@ -258,6 +270,8 @@ class RankGroup(ProcessGroup):
             exchange,
             lambda group: [group.scatter(outputs, inputs, opts)],
             root=root,
+            counted=outputs,
+            parts=self.size(),
         )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
@@ -323,17 +337,24 @@ class RankGroup(ProcessGroup):
         *,
         root: int | None = None,
         reduction: str = "",
+        counted: Tensors | None = None,
+        parts: int = 1,
     ) -> Work:
-        """Issue a collective: ``exchange`` says in torch what it does, ``native`` asks a library to do it."""
-        self._check_speaker()
+        """Issue a collective: ``exchange`` says in torch what it does, ``native`` asks a library to do it.
+
+        ``counted`` are the tensors that give its shape and size, if not the inputs; they are one of
+        ``parts`` of the whole buffer, from which the ring convention counts.
+        """
+        self._check_caller()
         with self.owner.clock.halted(), plain_tensors():
             self._n_collectives += 1
+            tensors = inputs if counted is None else counted
             operation = self._operation(
                 kind,
                 self._n_collectives,
-                outputs if kind == "scatter" else inputs,
-                self._elements_of_all(kind, inputs, outputs),
-                self._bytes_sent(kind, inputs, outputs, root),
+                tensors,
+                parts,
+                self._bytes_sent(kind, tensors, parts, root),
                 root=root,
                 detail="" if reduction == "sum" else reduction,
             )
@@ -344,24 +365,30 @@ class RankGroup(ProcessGroup):
     ) -> Work:
         raise NotImplementedError
 
+    def _place(self, index: int, kind: str, name: str) -> int:
+        """Refuse a rank that is not in the group, before anything is sent."""
+        if not 0 <= index < self.size():
+            ranks = ranks_text(self.members)
+            raise ValueError(f"{kind} names a {name} that is not in its group, which has {ranks}")
+        return index
+
     def _to_all(self, received: list[Tensor]) -> list[list[Tensor]]:
         return [received] * self.size()
 
     def _to_root(self, root: int, received: list[Tensor]) -> list[list[Tensor]]:
         return [received if index == root else [] for index in range(self.size())]
 
-    def _elements_of_all(self, kind: str, inputs: Tensors, outputs: Tensors) -> int:
-        """Elements of the whole buffer, which :func:`~lessons_lib.timeline.elements_sent` starts from."""
-        own = sum(tensor.numel() for tensor in (outputs if kind == "scatter" else inputs))
-        return own * self.size() if kind in ("all_gather", "gather", "scatter") else own
-
-    def _bytes_sent(self, kind: str, inputs: Tensors, outputs: Tensors, root: int | None) -> int:
+    def _bytes_sent(self, kind: str, tensors: Tensors, parts: int, root: int | None) -> int:
         if kind == "all_to_all":  # each rank cuts as it likes
-            return sum(tensor.nbytes for tensor in inputs) - inputs[self.index].nbytes
-        tensors = outputs if kind == "scatter" else inputs
-        element_size = tensors[0].element_size() if tensors else 0
-        n_elements = self._elements_of_all(kind, inputs, outputs)
-        return element_size * elements_sent(kind, n_elements, self.size(), self.index, root or 0)
+            return sum(tensor.nbytes for tensor in tensors) - tensors[self.index].nbytes
+        n_elements: dict[int, int] = {}  # by element size: a buffer may hold several types
+        for tensor in tensors:
+            size = tensor.element_size()
+            n_elements[size] = n_elements.get(size, 0) + parts * tensor.numel()
+        return sum(
+            size * elements_sent(kind, n, self.size(), self.index, root or 0)
+            for size, n in n_elements.items()
+        )
 
     def _one_for_each(self, tensors: Tensors, who: str) -> Tensors:
         if len(tensors) != self.size():
@@ -398,12 +425,22 @@ class RankGroup(ProcessGroup):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
         return self._message(
-            "send", tensors, self.index, dstRank, tag, lambda group: [group.send(tensors, dstRank, tag)]
+            "send",
+            tensors,
+            self.index,
+            self._place(dstRank, "send", "rank"),
+            tag,
+            lambda group: [group.send(tensors, dstRank, tag)],
         )
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
         return self._message(
-            "recv", tensors, srcRank, self.index, tag, lambda group: [group.recv(tensors, srcRank, tag)]
+            "recv",
+            tensors,
+            self._place(srcRank, "recv", "rank"),
+            self.index,
+            tag,
+            lambda group: [group.recv(tensors, srcRank, tag)],
         )
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
@@ -415,7 +452,7 @@ class RankGroup(ProcessGroup):
         self, kind: str, tensors: Tensors, sender: int | None, receiver: int, tag: int, native: Native
     ) -> Work:
         """Issue a send or a receive between two indices in the group; no sender: from anyone."""
-        self._check_speaker()
+        self._check_caller()
         with self.owner.clock.halted(), plain_tensors():
             peer = receiver if kind == "send" else sender
             # counted by what the trace tells apart: two groups may have the same name and members
@@ -425,7 +462,7 @@ class RankGroup(ProcessGroup):
                 kind,
                 counts[key],
                 tensors,
-                sum(tensor.numel() for tensor in tensors),
+                1,
                 sum(tensor.nbytes for tensor in tensors) if kind == "send" else 0,
                 peer=None if peer is None else self.members[peer],
                 detail=f"tag={tag}" if tag else "",
@@ -445,7 +482,7 @@ class RankGroup(ProcessGroup):
 
     # ---- shared ----
 
-    def _check_speaker(self) -> None:
+    def _check_caller(self) -> None:
         """Only the rank that owns this group may call it."""
         if current() is not self.owner:
             whose = "this run" if current() else "a run that has ended"
@@ -459,7 +496,7 @@ class RankGroup(ProcessGroup):
         kind: str,
         sequence: int,
         tensors: Tensors,
-        n_elements: int,
+        parts: int,
         bytes_sent: int,
         *,
         peer: int | None = None,
@@ -474,9 +511,9 @@ class RankGroup(ProcessGroup):
             members=self.members,
             sequence=sequence,
             shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-            n_elements=n_elements,
-            n_bytes=n_elements * tensors[0].element_size() if tensors else 0,
+            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+            n_elements=parts * sum(tensor.numel() for tensor in tensors),
+            n_bytes=parts * sum(tensor.nbytes for tensor in tensors),
             bytes_sent=bytes_sent,
             issued_s=rank.clock.now(),
             where=rank.lines.here(),

@@ -27,21 +27,25 @@ class Run:
     name: str = "run"  # of the function
     transport: str = "threads"
     error: BaseException | None = field(default=None, repr=False)
+    notes: tuple[str, ...] = field(default=(), repr=False)  # what ranks began and left unfinished
 
     def picture(self, theme: str = "light") -> Figure:
         """One lane per rank, with messages as arrows and what each returned; the traffic table below."""
         timeline = self.trace.timeline
         who = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        if timeline.clock == "measured":
-            duration = self.seconds
-            meaning = "Each lane counts its rank's own time; communication is counted in bytes, not in time."
-        else:
-            duration = timeline.makespan
+        took = f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{self.seconds * 1000:.3g} ms"
+        if self.notes:
+            meaning = self.notes[0]
+        elif timeline.clock != "measured":
             meaning = "Time on that machine: counted FLOPs over its peak, and what its links take."
+        elif self.transport == "threads":
+            meaning = f"Each lane counts its rank's own time, communication is free; here it all took {took}."
+        else:
+            meaning = f"One process per rank; the whole run took {took}."
         return lanes(
             timeline,
             self.trace.traffic,
-            title=f"{self.name} on {who}, {timeline.clock}: {duration * 1000:.3g} ms",
+            title=f"{self.name} on {who}, {timeline.clock}",
             subtitle=meaning,
             notes=[(rank, timeline.end_of(rank), ending) for rank, ending in enumerate(self.endings)],
             failed=[rank for rank, ending in enumerate(self.endings) if not ending.startswith("returned")],

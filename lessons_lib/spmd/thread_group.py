@@ -5,7 +5,7 @@ from __future__ import annotations
 from lessons_lib.spmd import doctor
 from lessons_lib.spmd._torch_internals import Work
 from lessons_lib.spmd.doctor import Creation
-from lessons_lib.spmd.exchange import Attendance, Letter, Mailbox, Meeting, Pending, snapshot
+from lessons_lib.spmd.in_flight import P2P, Collective, CollectivePart, P2PQueue, ThreadWork, snapshot
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.rank_group import Exchange, Native, RankGroup, Tensors
 from lessons_lib.spmd.threads import Rank
@@ -30,15 +30,15 @@ class ThreadGroup(RankGroup):
     ) -> Work:
         world = self.owner.world
         key = self.group_name, operation.sequence
-        meeting = world.meetings.setdefault(key, Meeting(self.members))
-        if meeting.arrive(self.index, operation, inputs):
-            disagreement = meeting.disagreement()
+        collective = world.collectives.setdefault(key, Collective(self.members))
+        if collective.join(self.index, operation, inputs):
+            disagreement = collective.disagreement()
             if disagreement:
                 world.mismatch(disagreement)
-            del world.meetings[key]
-            meeting.hold(exchange, world.time_collective(list(meeting.operations.values())))
-        attendance = Attendance(meeting, self.index, operation, outputs, world.mismatch)
-        return Pending(self.owner, attendance, list(outputs) or list(inputs))
+            del world.collectives[key]
+            collective.complete(exchange, world.time_collective(list(collective.operations.values())))
+        part = CollectivePart(collective, self.index, operation, outputs, world.mismatch)
+        return ThreadWork(self.owner, part, list(outputs) or list(inputs))
 
     def _issue_message(
         self,
@@ -52,9 +52,9 @@ class ThreadGroup(RankGroup):
         world = self.owner.world
         others = tuple(member for member in self.members if member != self.owner.number)
         carried = snapshot(tensors) if operation.kind == "send" else list(tensors)
-        letter = Letter(operation, carried, sender, others, world.time_message)
-        mailbox = world.mailboxes.setdefault((self.group_name, receiver, tag), Mailbox())
-        disagreement = mailbox.post(letter)
+        p2p = P2P(operation, carried, sender, others, world.time_message)
+        queue = world.p2p_queues.setdefault((self.group_name, receiver, tag), P2PQueue())
+        disagreement = queue.post(p2p)
         if disagreement:
             world.mismatch(disagreement)
-        return Pending(self.owner, letter, list(tensors))
+        return ThreadWork(self.owner, p2p, list(tensors))

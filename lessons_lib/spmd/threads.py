@@ -25,20 +25,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lessons_lib.errors import DeadlockError, MismatchError, RankError, RunTimeoutError
+from lessons_lib.errors import DeadlockError, MismatchError, RankError, RunError, RunTimeoutError
 from lessons_lib.machines import Machine
-from lessons_lib.spmd import _torch_internals, ambient, by_value, doctor
+from lessons_lib.spmd import _torch_internals, by_value, doctor, process_state
 from lessons_lib.spmd.clock import Clock, standing_still
 from lessons_lib.spmd.current import be_in_this_thread, current, current_number
-from lessons_lib.spmd.doctor import Creation, Standing
+from lessons_lib.spmd.doctor import Creation, RankStatus
 from lessons_lib.spmd.lines import LineFinder, line_of_frame
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.output import labelled
 from lessons_lib.spmd.recording import Ledger, recording
+from lessons_lib.timeline import Where
 
 if TYPE_CHECKING:
-    from lessons_lib.spmd.exchange import Errand, Mailbox, Meeting
+    from lessons_lib.spmd.in_flight import Collective, P2PQueue, Part
 
+MOST_IDLE_POLLS = 10_000
 GRACE_S = 2.0  # how long ranks may take to stop before they are left alone
 
 _one_run = threading.Lock()
@@ -51,7 +53,7 @@ class Stopped(BaseException):
 class State(enum.Enum):
     READY = enum.auto()  # may take the baton
     RUNNING = enum.auto()  # has it
-    WAITING = enum.auto()  # may take it when its errand is met
+    WAITING = enum.auto()  # may take it when what it waits for is met
     ENDED = enum.auto()
 
 
@@ -61,15 +63,17 @@ class Rank:
 
     number: int
     world: World
-    ambient: ambient.Ambient
+    process_state: process_state.ProcessState
     state: State = State.READY
-    errand: Errand | None = None  # what it waits for
+    waits_for: Part | None = None  # what it waits for
     cleaning_up_after: BaseException | None = None  # in a communication: the exception in flight, if any
     clock: Clock = field(default_factory=Clock)
     link_free_s: float = 0.0  # until when its link is busy with communication
     regions: list[str] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
     n_messages: dict[Any, int] = field(default_factory=dict)  # sent or received, by the other side
+    n_groups: dict[Any, int] = field(default_factory=dict)  # made, by name and members
+    idle_polls: int = 0  # in a row, with no other rank able to run
     value: Any = None
     returned: bool = False
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -93,7 +97,7 @@ class Rank:
 
     @property
     def stands_still(self) -> bool:
-        return self.state is State.WAITING and self.errand is not None and not self.errand.is_met()
+        return self.state is State.WAITING and self.waits_for is not None and not self.waits_for.is_met()
 
 
 class World:
@@ -109,14 +113,14 @@ class World:
     ) -> None:
         self.machine, self.record = machine, record
         tick = time.perf_counter if machine is None else standing_still
-        everyone = enumerate(ambient.seeded(n_ranks, seed, classes))
+        everyone = enumerate(process_state.seeded(n_ranks, seed, classes))
         self.ranks = [Rank(number, self, own, clock=Clock(tick)) for number, own in everyone]
         for rank in self.ranks:
             rank.clock.halt()
         self.operations: list[Operation] = []
         self.lines = LineFinder()
-        self.meetings: dict[tuple[str, int], Meeting] = {}  # by group and number of the collective
-        self.mailboxes: dict[tuple[str, int, int], Mailbox] = {}  # by group, receiver and tag
+        self.collectives: dict[tuple[str, int], Collective] = {}  # by group and number of the collective
+        self.p2p_queues: dict[tuple[str, int, int], P2PQueue] = {}  # by group, receiver and tag
         self.groups: dict[str, Creation] = {}  # the first call that created a group, by its name
         self.all_ended = threading.Event()
         self.failure: BaseException | None = None
@@ -141,22 +145,29 @@ class World:
 
     # ---- the baton ----
 
-    def wait(self, errand: Errand) -> None:
-        """Hand the baton on until ``errand`` is met; if nobody can take it, that is a deadlock."""
+    def wait(self, part: Part) -> None:
+        """Hand the baton on until ``part`` is met; if nobody can take it, that is a deadlock."""
         rank = self._me()
-        if errand.is_met():
+        if part.is_met():
             return
-        rank.state, rank.errand = State.WAITING, errand
+        rank.state, rank.waits_for = State.WAITING, part
         rank.cleaning_up_after = sys.exc_info()[1]
         if self._next_after(rank) is None:
             self.stop(self._standstill())
         self._hand_over(rank)
 
-    def let_others_run(self) -> None:
-        """Offer the baton to whoever can take it: for loops that poll."""
+    def poll(self, part: Part) -> None:
+        """Offer the baton to whoever can take it: for loops that ask whether ``part`` is met.
+
+        A loop that asks for ever while no other rank can run is a deadlock too.
+        """
         rank = self._me()
         rank.state = State.READY
-        self._hand_over(rank)
+        rank.idle_polls = rank.idle_polls + 1 if self._next_after(rank) is rank else 0
+        if rank.idle_polls > MOST_IDLE_POLLS:
+            self.wait(part)
+        else:
+            self._hand_over(rank)
 
     def _me(self) -> Rank:
         rank = current()
@@ -171,7 +182,7 @@ class World:
         following = self._next_after(rank)
         if following is not None and following is not rank:
             rank.clock.halt()
-            rank.ambient.keep()
+            rank.process_state.keep()
             following.baton.release()
             rank.baton.acquire()
         self._take(rank)
@@ -180,10 +191,10 @@ class World:
 
     def _take(self, rank: Rank) -> None:
         """Have the baton: put in place what only this rank may see."""
-        rank.state, rank.errand, rank.cleaning_up_after = State.RUNNING, None, None
+        rank.state, rank.waits_for, rank.cleaning_up_after = State.RUNNING, None, None
         if not self.all_ended.is_set():
-            rank.ambient.put_in_place()
-            ambient.name_rank(rank.number)
+            rank.process_state.put_in_place()
+            process_state.name_rank(rank.number)
             rank.clock.resume()
 
     def _next_after(self, rank: Rank) -> Rank | None:
@@ -225,7 +236,8 @@ class World:
 
     def _raised(self, rank: Rank, error: BaseException) -> None:
         if not self.stopped:  # the report is made now: where the others stand is soon forgotten
-            self.stop(RankError.of(rank.number, error, doctor.raised(rank.number, error, self.standing())))
+            report = self._safely(lambda: doctor.raised(rank.number, error, self.standing()))
+            self.stop(RankError.of(rank.number, error, report))
 
     def _end(self, rank: Rank, finish: Callable[[int], None]) -> None:
         rank.clock.halt()
@@ -233,7 +245,7 @@ class World:
         if self.all_ended.is_set():  # this run has been given up: its torch world is no longer in place
             return
         try:
-            rank.ambient.keep()
+            rank.process_state.keep()
             _torch_internals.forget_groups()
             finish(rank.number)
         except BaseException as error:  # say so, and hand on the baton all the same
@@ -257,8 +269,8 @@ class World:
         if not self.stopped:
             self.failure, self.stopped_at = failure, time.perf_counter()
             for rank in self.ranks:
-                if rank.stands_still and rank.errand is not None:
-                    rank.errand.operation.waited_s = math.inf
+                if rank.stands_still and rank.waits_for is not None:
+                    rank.waits_for.operation.waited_s = math.inf
 
     def mismatch(self, report: str) -> None:
         """Stop everybody: ranks disagree, and going on would give a wrong number."""
@@ -266,22 +278,36 @@ class World:
         self.stop(MismatchError(self._first_errors() + report))
         raise Stopped
 
-    def standing(self) -> list[Standing]:
+    def standing(self) -> list[RankStatus]:
         """Where every rank is, for the doctor."""
         last = {operation.rank: operation for operation in self.operations}
         standing = []
         for rank in self.ranks:
             ended = rank.state is State.ENDED
-            if rank.stands_still and rank.errand is not None:
-                errand = rank.errand
-                standing.append(Standing(rank.number, ended, errand.operation, errand.missing()))
+            if rank.stands_still and rank.waits_for is not None:
+                part = rank.waits_for
+                standing.append(RankStatus(rank.number, ended, part.operation, part.missing()))
             else:
-                standing.append(Standing(rank.number, ended, last=last.get(rank.number)))
+                standing.append(RankStatus(rank.number, ended, last=last.get(rank.number)))
         return standing
 
-    def _standstill(self) -> DeadlockError | MismatchError:
-        for meeting in self.meetings.values():
-            disagreement = meeting.disagreement()
+    @staticmethod
+    def _safely(report: Callable[[], str]) -> str:
+        """A report, or that it could not be made: a run ends also then."""
+        try:
+            return report()
+        except Exception as failure:
+            return f"a rank failed, and so did the report about it: {failure!r}"
+
+    def _standstill(self) -> RunError:
+        try:
+            return self._why_nobody_can_go_on()
+        except Exception as failure:
+            return RunError(f"no rank can go on, and the report about it failed: {failure!r}")
+
+    def _why_nobody_can_go_on(self) -> DeadlockError | MismatchError:
+        for collective in self.collectives.values():
+            disagreement = collective.disagreement()
             if disagreement:
                 return MismatchError(self._first_errors() + disagreement)
         standing = self.standing()
@@ -305,15 +331,14 @@ class World:
                     ctypes.c_ulong(rank.thread.ident), ctypes.py_object(Stopped)
                 )
 
-    def give_up(self, timeout_s: float) -> None:
-        """Stop a run that takes too long."""
+    def running(self) -> list[tuple[int, Where]]:
+        """The ranks that run, and the line each has come to."""
         frames = sys._current_frames()
-        running = [
+        return [
             (rank.number, line_of_frame(frames.get(rank.thread.ident or 0)))
             for rank in self.ranks
             if rank.state is State.RUNNING and rank.thread is not None
         ]
-        self.stop(RunTimeoutError(doctor.too_long(timeout_s, running, self.standing())))
 
     def abandon(self) -> list[Rank]:
         """Leave alone the ranks that do not stop; returns them. Those that only wait are let go."""
@@ -334,11 +359,11 @@ def launch(
     """
     with (
         _one_run,
-        ambient.restored(packed.classes),
+        process_state.restored(packed.classes),
         _torch_internals.one_world_per_thread(),
         labelled(current_number) as finish,
     ):
-        ambient.name_world(len(world.ranks))
+        process_state.name_world(len(world.ranks))
         try:
             for rank in world.ranks:
                 context = contextvars.copy_context()
@@ -348,19 +373,28 @@ def launch(
                     name=f"rank {rank.number}",
                     daemon=True,
                 )
-                rank.thread.start()
+                try:
+                    rank.thread.start()
+                except RuntimeError as failure:  # the system gives no more threads
+                    world.stop(RunError(f"rank {rank.number} could not be started: {failure}"))
+                    return world.abandon()
             world.ranks[0].baton.release()
             stuck = _wait_for_end(world, timeout_s)
-        except KeyboardInterrupt as interrupt:
-            world.stop(interrupt)
+        except KeyboardInterrupt:
+            world.stop(KeyboardInterrupt(doctor.interrupted(world.running(), world.standing())))
             try:
                 stuck = _wait_for_end(world, None)
             except KeyboardInterrupt:  # a second one: do not wait until the ranks have stopped
                 stuck = world.abandon()
-        for rank in world.ranks:
-            if rank not in stuck and rank.thread is not None and rank.thread.ident is not None:
-                rank.thread.join()
-        return stuck
+        return stuck + [rank for rank in world.ranks if rank not in stuck and not _joined(rank)]
+
+
+def _joined(rank: Rank) -> bool:
+    """Wait for the thread of a rank that has been let go; False if it goes on."""
+    if rank.thread is None or rank.thread.ident is None:
+        return True
+    rank.thread.join(GRACE_S)
+    return not rank.thread.is_alive()
 
 
 def _wait_for_end(world: World, timeout_s: float | None) -> list[Rank]:
@@ -370,7 +404,8 @@ def _wait_for_end(world: World, timeout_s: float | None) -> list[Rank]:
     while not world.all_ended.wait(0.05):
         now = time.perf_counter()
         if now > deadline and not world.stopped:
-            world.give_up(timeout_s or 0.0)
+            report = doctor.too_long(timeout_s or 0.0, world.running(), world.standing())
+            world.stop(RunTimeoutError(report))
         if world.stopped_at is not None:
             if now - world.stopped_at > GRACE_S:
                 return world.abandon()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lessons_lib.errors import RefusedError
 from lessons_lib.timeline import COLLECTIVES, Event, Message, Span, Timeline, Traffic
 
 
@@ -79,7 +80,7 @@ class Trace:
 
     def _of(self, rank: int, region: str | None) -> Iterable[Event]:
         if not 0 <= rank < self.n_ranks:
-            raise ValueError(
+            raise RefusedError(
                 f"rank {rank} is none of this run's {self.n_ranks} ranks (0 to {self.n_ranks - 1})"
             )
         return (

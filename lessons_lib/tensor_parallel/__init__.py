@@ -8,8 +8,9 @@ Layout("D@tp F")
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lessons_lib._lazy import lazy
 
 if TYPE_CHECKING:
     from lessons_lib.tensor_parallel.column import Column
@@ -19,22 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMES", "Column", "Row", "Scheme", "TensorParallelLinear", "tensor_parallel_linear"]
 
-_HOME = {
-    "SCHEMES": "schemes",
-    "Column": "column",
-    "Row": "row",
-    "Scheme": "schemes",
-    "TensorParallelLinear": "linear",
-    "tensor_parallel_linear": "linear",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "SCHEMES": ".schemes",
+        "Column": ".column",
+        "Row": ".row",
+        "Scheme": ".schemes",
+        "TensorParallelLinear": ".linear",
+        "tensor_parallel_linear": ".linear",
+    },
+)

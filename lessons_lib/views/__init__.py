@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lessons_lib._lazy import lazy
 
 if TYPE_CHECKING:
     from lessons_lib.views.layouts import layout_picture
@@ -17,19 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Figure", "lanes", "layout_picture"]
 
-_HOME = {
-    "Figure": "lessons_lib.views.svg",
-    "lanes": "lessons_lib.views.ranks",
-    "layout_picture": "lessons_lib.views.layouts",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy(__name__, {"Figure": ".svg", "lanes": ".ranks", "layout_picture": ".layouts"})

@@ -67,7 +67,7 @@ def _mark(generator: Any) -> tuple[int, int]:
 
 
 @dataclass(slots=True)
-class Ambient:
+class ProcessState:
     """The process-wide state that one rank, or the notebook, sees as its own.
 
     A class of the notebook is the same object in all ranks, so that what a rank returns is an
@@ -81,7 +81,7 @@ class Ambient:
     class_attributes: dict[type, dict[str, Any]]
 
     @classmethod
-    def of_this_moment(cls, classes: Iterable[type]) -> Ambient:
+    def of_this_moment(cls, classes: Iterable[type]) -> ProcessState:
         return cls(
             torch.default_generator.get_state(),
             NumpyRandom.of_this_moment(),
@@ -116,7 +116,7 @@ class Ambient:
 _numpy_generators: list[Any] = []  # one per rank, made once: making one takes as long as a small run
 
 
-def seeded(n_ranks: int, seed: int, classes: Sequence[type] = ()) -> list[Ambient]:
+def seeded(n_ranks: int, seed: int, classes: Sequence[type] = ()) -> list[ProcessState]:
     """Where ranks start: all from the same seed, as the processes of torchrun do."""
     while len(_numpy_generators) < n_ranks:
         _numpy_generators.append(np.random.MT19937())
@@ -124,7 +124,7 @@ def seeded(n_ranks: int, seed: int, classes: Sequence[type] = ()) -> list[Ambien
     python_random = random.Random(seed).getstate()
     dtype = torch.get_default_dtype()
     return [
-        Ambient(
+        ProcessState(
             torch_random,
             NumpyRandom.seeded(generator, seed),
             python_random,
@@ -148,13 +148,13 @@ def name_world(n_ranks: int) -> None:
 @contextlib.contextmanager
 def restored(classes: Iterable[type]) -> Iterator[None]:
     """Put everything back that a run of ranks can change for the notebook."""
-    ambient, environment = Ambient.of_this_moment(classes), dict(os.environ)
+    process_state, environment = ProcessState.of_this_moment(classes), dict(os.environ)
     n_threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
         with _torch_internals.module_hooks_restored():
             yield
     finally:
-        ambient.put_in_place()
+        process_state.put_in_place()
         if torch.are_deterministic_algorithms_enabled() != deterministic:
             torch.use_deterministic_algorithms(deterministic)
         if torch.get_num_threads() != n_threads:

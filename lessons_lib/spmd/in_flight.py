@@ -30,7 +30,7 @@ def snapshot(tensors: Tensors) -> list[Tensor]:
     return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
-class Errand(Protocol):
+class Part(Protocol):
     """One rank's part in a communication."""
 
     operation: Operation
@@ -49,7 +49,7 @@ class Errand(Protocol):
 
 
 @dataclass
-class Meeting:
+class Collective:
     """A collective: who has arrived, with which data, and in the end the results."""
 
     members: tuple[int, ...]
@@ -58,7 +58,7 @@ class Meeting:
     results: list[list[Tensor]] | None = None
     met_s: float = 0.0
 
-    def arrive(self, index: int, operation: Operation, inputs: Tensors) -> bool:
+    def join(self, index: int, operation: Operation, inputs: Tensors) -> bool:
         """Take in what one rank brings; say whether it was the last."""
         self.operations[index], self.sent[index] = operation, snapshot(inputs)
         return len(self.operations) == len(self.members)
@@ -67,7 +67,7 @@ class Meeting:
         """How its ranks disagree about what they do together, or nothing."""
         return doctor.disagreement([self.operations[i] for i in self.operations], self.missing())
 
-    def hold(self, exchange: Exchange, done_s: float) -> None:
+    def complete(self, exchange: Exchange, done_s: float) -> None:
         """All are here and agree: work out what each of them receives, at ``done_s`` on the clock."""
         self.met_s = done_s
         for operation in self.operations.values():
@@ -80,35 +80,35 @@ class Meeting:
 
 
 @dataclass
-class Attendance:
-    """One rank's part in a meeting."""
+class CollectivePart:
+    """One rank's part in a collective."""
 
-    meeting: Meeting
+    collective: Collective
     index: int
     operation: Operation
     outputs: Tensors
     mismatch: Callable[[str], None]  # stops the run
 
     def is_met(self) -> bool:
-        return self.meeting.results is not None
+        return self.collective.results is not None
 
     def missing(self) -> tuple[int, ...]:
-        return self.meeting.missing()
+        return self.collective.missing()
 
     def deliver(self) -> float:
-        assert self.meeting.results is not None
-        for output, result in zip(self.outputs, self.meeting.results[self.index], strict=True):
+        assert self.collective.results is not None
+        for output, result in zip(self.outputs, self.collective.results[self.index], strict=True):
             if output.numel() != result.numel() or output.dtype != result.dtype:
                 self.mismatch(doctor.wrong_buffer(self.operation, output, result))
             output.detach().copy_(result.reshape(output.shape))
-        return self.meeting.met_s
+        return self.collective.met_s
 
 
 # ---- messages ----
 
 
 @dataclass
-class Letter:
+class P2P:
     """A send, which carries a copy of its tensors, or a receive, which carries its buffers."""
 
     operation: Operation
@@ -116,7 +116,7 @@ class Letter:
     sender: int | None  # index in the group; None receives from anyone
     strangers: tuple[int, ...]  # the ranks any of which may send
     time_message: Callable[[Operation, int], float]
-    met: Letter | None = None
+    met: P2P | None = None
 
     def is_met(self) -> bool:
         return self.met is not None
@@ -134,27 +134,27 @@ class Letter:
         arrived = self.time_message(self.met.operation, self.operation.rank)
         return max(arrived, self.operation.issued_s)
 
-    def fits(self, other: Letter) -> bool:
+    def fits(self, other: P2P) -> bool:
         return None in (self.sender, other.sender) or self.sender == other.sender
 
 
 @dataclass
-class Mailbox:
+class P2PQueue:
     """Sends and receives of one receiver, group and tag that have not met yet, in order."""
 
-    sends: list[Letter] = field(default_factory=list)
-    receives: list[Letter] = field(default_factory=list)
+    sends: list[P2P] = field(default_factory=list)
+    receives: list[P2P] = field(default_factory=list)
 
-    def post(self, letter: Letter) -> str:
-        """Meet the first letter of the other side that fits, or stay; return how the two disagree."""
-        is_send = letter.operation.kind == "send"
+    def post(self, p2p: P2P) -> str:
+        """Meet the first p2p of the other side that fits, or stay; return how the two disagree."""
+        is_send = p2p.operation.kind == "send"
         others = self.receives if is_send else self.sends
-        other = next(filter(letter.fits, others), None)
+        other = next(filter(p2p.fits, others), None)
         if other is None:
-            (self.sends if is_send else self.receives).append(letter)
+            (self.sends if is_send else self.receives).append(p2p)
             return ""
         others.remove(other)
-        sent, received = (letter, other) if is_send else (other, letter)
+        sent, received = (p2p, other) if is_send else (other, p2p)
         if [(t.numel(), t.dtype) for t in sent.tensors] != [(t.numel(), t.dtype) for t in received.tensors]:
             return doctor.different_message(sent.operation, received.operation)
         sent.met, received.met = received, sent
@@ -166,13 +166,13 @@ class Mailbox:
 # ---- what torch gets ----
 
 
-class Pending(Work):
+class ThreadWork(Work):
     """The handle of an operation: ``wait()`` hands on the baton, then delivers."""
 
-    def __init__(self, rank: Rank, errand: Errand, buffers: Any) -> None:
+    def __init__(self, rank: Rank, part: Part, buffers: Any) -> None:
         super().__init__()
-        self.rank, self.errand, self.buffers = rank, errand, buffers
-        self.operation = errand.operation
+        self.rank, self.part, self.buffers = rank, part, buffers
+        self.operation = part.operation
         self._delivered = self._settled = False
         self._met_s = 0.0
 
@@ -186,9 +186,9 @@ class Pending(Work):
 
     def is_completed(self) -> bool:
         """Whether the result is there. Once this says so, it is in the buffer, as torch promises."""
-        if not self.errand.is_met():
-            self.rank.world.let_others_run()
-        return self.errand.is_met() and self.wait()
+        if not self.part.is_met():
+            self.rank.world.poll(self.part)
+        return self.part.is_met() and self.wait()
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -219,10 +219,10 @@ class Pending(Work):
 
     def _take_delivery(self) -> None:
         if not self._delivered:
-            self.rank.world.wait(self.errand)
+            self.rank.world.wait(self.part)
             self._delivered = True
             with self.rank.clock.halted(), plain_tensors():
-                self._met_s = self.errand.deliver()
+                self._met_s = self.part.deliver()
 
     def _settle(self) -> None:
         if not self._settled:
