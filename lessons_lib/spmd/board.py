@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import pickle
-import struct
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from lessons_lib.spmd.operation import Operation
 
 SLOT = 1 << 17  # bytes of a rank
 RECENT = 32  # operations of a rank that can be looked up
-_HEADER = struct.Struct("QI")  # version, bytes of the notice
+_HEADER = 16  # bytes before the notice: two words, its version and its size
 
 Key = tuple[Any, ...]  # names one side of an operation, see ProcessGroup
 
@@ -48,40 +47,47 @@ class Notice:
 
 
 class Board:
-    """The slots of all ranks, in a file that every process of the run has mapped."""
+    """The slots of all ranks, in a file that every process of the run has mapped.
+
+    A slot holds its version, the size of the notice, and the notice. The version is stored as one
+    machine word, so that no reader sees half of it; ``struct`` would store byte by byte.
+    """
 
     def __init__(self, path: Path, n_ranks: int) -> None:
         if not path.exists():
             path.write_bytes(bytes(SLOT * n_ranks))
         self._file = path.open("r+b")
         self._memory = mmap.mmap(self._file.fileno(), SLOT * n_ranks)
+        self._words = memoryview(self._memory).cast("Q")
 
     def close(self) -> None:
+        self._words.release()
         self._memory.close()
         self._file.close()
 
     def write(self, rank: int, notice: Notice) -> None:
         data = pickle.dumps(notice, protocol=5)
-        if len(data) > SLOT - _HEADER.size:
+        if len(data) > SLOT - _HEADER:
             raise ValueError(f"rank {rank} posts {len(data):,} bytes; its slot holds {SLOT:,}")
-        at = rank * SLOT
-        version, _ = _HEADER.unpack_from(self._memory, at)
-        _HEADER.pack_into(self._memory, at, version + 1, len(data))
-        self._memory[at + _HEADER.size : at + _HEADER.size + len(data)] = data
-        _HEADER.pack_into(self._memory, at, version + 2, len(data))
+        at, word = rank * SLOT, rank * SLOT // 8
+        version = self._words[word]
+        self._words[word] = version + 1
+        self._words[word + 1] = len(data)
+        self._memory[at + _HEADER : at + _HEADER + len(data)] = data
+        self._words[word] = version + 2
 
     def read(self, rank: int) -> Notice:
-        at = rank * SLOT
+        at, word = rank * SLOT, rank * SLOT // 8
         while True:
-            version, size = _HEADER.unpack_from(self._memory, at)
+            version = self._words[word]
             if version == 0:
                 return Notice()
-            if version % 2 == 0:
-                data = self._memory[at + _HEADER.size : at + _HEADER.size + size]
-                if _HEADER.unpack_from(self._memory, at)[0] == version:
-                    notice: Notice = pickle.loads(data)
-                    notice.version = version
-                    return notice
+            size = self._words[word + 1]
+            data = self._memory[at + _HEADER : at + _HEADER + size]
+            if version % 2 == 0 and self._words[word] == version:
+                notice: Notice = pickle.loads(data)
+                notice.version = version
+                return notice
 
 
 class Poster:
