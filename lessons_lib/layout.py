@@ -388,6 +388,10 @@ def _read(notation: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], 
 
     for token in notation.split():
         axes: tuple[str, ...]
+        if "," in token:
+            raise refuse(token, "there is no comma, dims are parted by a blank")
+        if token.startswith("@"):
+            raise refuse(token, "there is no blank before @" if dims else "@ needs a dim before it")
         if token.startswith("+"):
             axes = (token[1:],)
             partial.append(token[1:])
@@ -402,6 +406,8 @@ def _read(notation: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], 
                 raise refuse(token, f"there is a dim {dim} already")
             dims[dim] = axes
         for axis in axes:
+            if not axis:
+                raise refuse(token, f"{'@' if '@' in token else '+'} needs an axis behind it")
             if not axis.isidentifier():
                 raise refuse(token, f"{axis!r} is no name for an axis")
             if axis in seen:

@@ -15,13 +15,14 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from math import prod
 
 from torch import Tensor, nn
 
 from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout
 from lessons_lib.mesh import Mesh
-from lessons_lib.models.gpt import MLP, Attention
+from lessons_lib.models.gpt import Attention
 from lessons_lib.tensor_parallel import SCHEMES, Scheme, TensorParallelLinear
 from lessons_lib.tensor_parallel.linear import check_sizes, shard_parameter, unshard_parameter
 
@@ -56,8 +57,9 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
 
     Raises RefusedError, before the model is changed, if a pattern matches nothing (and suggests the nearest
     names) or something that is no ``nn.Linear``, if two patterns match one module, if a scheme is unknown, if
-    the mesh does not divide a size or a number of heads, or if a layer inside a branch would be handed its
-    input in another layout than it needs.
+    the mesh lacks a scheme's axis or does not divide a size or a number of heads, or if a layer would be
+    handed its input, or leave its output, in another layout than its neighbours have it (as far as the
+    modules of the model say, in ``branch``, which layers feed each other).
     """
     for name, scheme in check(model, plan, mesh.sizes).items():
         model.set_submodule(name, TensorParallelLinear.from_linear(_linear(model, name), scheme, mesh))
@@ -77,7 +79,9 @@ cannot be cut evenly over tp=4, so into 4 blocks. Nearest sizes that can: 8, 12.
 Legal degrees for 10: 1, 2, 5, 10.
     """
     schemes = assign(model, plan)
-    _check_branches(model, schemes, sizes)
+    _check_axes(schemes, sizes)
+    _check_flow(model, schemes)
+    _check_heads(model, schemes, sizes)
     for name, scheme in schemes.items():
         layer = _linear(model, name)
         try:
@@ -133,8 +137,9 @@ def shard_state(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh) -> di
 def unshard_state(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """Gather, on every rank, the serial form of tensors shaped like this rank's parameters of ``model``.
 
-    The inverse of :func:`shard_state`. Tensors of layers that are whole on every rank are copied, not
-    compared: each rank returns its own.
+    For what must not depend on the number of ranks: a checkpoint that any mesh can open, a comparison with
+    the serial model. The inverse of :func:`shard_state`. Tensors of layers that are whole on every rank are
+    copied, not compared: each rank returns its own.
     """
     layers = _parallel_layers(model)
     return {
@@ -146,7 +151,10 @@ def unshard_state(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh) -> 
 
 
 def serial_gradients(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
-    """Gather every parameter's gradient, on every rank, in the shape the serial model has it."""
+    """Gather every parameter's gradient, on every rank, in the shape the serial model has it.
+
+    For comparing, name by name, with the gradients of the serial model after the same step.
+    """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return unshard_state(model, gradients, mesh)
 
@@ -168,7 +176,7 @@ def traffic(model: nn.Module, n_tokens: int, mesh: Mesh) -> dict[str, int | Frac
 def _scheme(pattern: str, entry: str | Scheme) -> Scheme:
     if isinstance(entry, str) and entry in SCHEMES:
         return SCHEMES[entry]
-    if not isinstance(entry, str | type) and hasattr(entry, "traffic"):
+    if not isinstance(entry, str | type) and isinstance(entry, Scheme):
         return entry
     near = _suggest(entry, SCHEMES) if isinstance(entry, str) else ""
     raise RefusedError(
@@ -229,32 +237,89 @@ def _check_is_linear(model: nn.Module, name: str, pattern: str) -> None:
         )
 
 
-_BRANCHES: dict[type[nn.Module], tuple[str, str]] = {Attention: ("qkv", "proj"), MLP: ("up", "down")}
-
-
-def _check_branches(model: nn.Module, schemes: Mapping[str, Scheme], sizes: Mapping[str, int]) -> None:
-    """Refuse to cut a head, and a second layer that needs its input as the first does not leave it."""
-
-    def scheme_of(name: str) -> Scheme | None:
-        layer = model.get_submodule(name)  # which may be parallel already
-        return layer.scheme if isinstance(layer, TensorParallelLinear) else schemes.get(name)
-
-    for name, module in model.named_modules():
-        layers = next((layers for kind, layers in _BRANCHES.items() if isinstance(module, kind)), None)
-        if layers is None:
-            continue
-        first, second = (f"{name}.{layer}".lstrip(".") for layer in layers)
-        giver, taker = scheme_of(first), scheme_of(second)
-        leaves = giver.Y if giver else Layout("B F")
-        takes = taker.X if taker else Layout("B D")
-        if leaves.cuts != takes.cuts:
+def _check_axes(schemes: Mapping[str, Scheme], sizes: Mapping[str, int]) -> None:
+    for name, scheme in schemes.items():
+        missing = [axis for axis in scheme.axes if axis not in sizes]
+        if missing:
+            whole = {**sizes, **dict.fromkeys(missing, 1)}
+            cut = {axis: n for axis, n in whole.items() if axis in scheme.axes}
+            cut[missing[0]] = prod(sizes.values())
             raise RefusedError(
-                f"the plan makes {first} leave its output as {leaves!r}, but {second} takes its input as "
-                f"{takes!r}. Plan both: in 1D a 'column' layer feeds a 'row' layer."
+                f"the plan cuts {name} over the axis {missing[0]!r} ({type(scheme).__name__}), which "
+                f"the mesh does not have: its axes are {_sizes(sizes)}. Try Mesh({_sizes(cut)}), "
+                f"or Mesh({_sizes(whole)}), where the layer stays whole."
             )
-        if isinstance(module, Attention) and isinstance(module.qkv, nn.Linear):
-            n_heads = module.qkv.out_features // (3 * module.K)
-            try:
-                Layout.of({"heads": leaves.dim("F")}).local_shape((n_heads,), sizes)
-            except RefusedError as refusal:
-                raise RefusedError(f"{name} has {n_heads} heads, and no head is cut. {refusal}") from None
+
+
+STREAM = Layout("B D")  # the residual stream, and whatever else passes between layers: whole on every rank
+
+
+def _check_flow(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
+    """Refuse a layer that needs its input as nobody leaves it, or leaves its output as nobody needs it.
+
+    Inside a branch a layer feeds the next one. A branch begins and ends in the stream, and so does each layer
+    that is in no branch. Of a model that declares no branches nothing is known, and nothing is refused.
+    """
+    chains = [
+        [f"{name}.{layer}".lstrip(".") for layer in type(module).branch]
+        for name, module in model.named_modules()
+        if hasattr(type(module), "branch")
+    ]
+    if not chains:
+        return
+    inside = {layer for chain in chains for layer in chain}
+    for chain in [*chains, *([layer] for layer in schemes if layer not in inside)]:
+        giver, lies = "", STREAM
+        for layer in chain:
+            scheme = _scheme_of(model, layer, schemes)
+            takes, leaves = (scheme.X, scheme.Y) if scheme else (STREAM, Layout("B F"))
+            if not _alike(lies, takes):
+                raise RefusedError(_unlike(giver, lies, layer, takes, layer in inside))
+            giver, lies = layer, leaves
+        if not _alike(lies, STREAM):
+            raise RefusedError(_unlike(giver, lies, "", STREAM, giver in inside))
+
+
+def _unlike(giver: str, lies: Layout, taker: str, takes: Layout, in_branch: bool) -> str:
+    if giver and taker:
+        return (
+            f"the plan makes {giver} leave its output as {lies!r}, but {taker} takes its input as "
+            f"{takes!r}. Plan both: in 1D a 'column' layer feeds a 'row' layer."
+        )
+    if taker:
+        remedy = "begin the branch with a 'column' layer" if in_branch else f"leave {taker} out of the plan"
+        return f'{taker} takes its input as "{takes}", but what comes before leaves it whole: {remedy}.'
+    remedy = "end the branch with a 'row' layer" if in_branch else f"leave {giver} out of the plan"
+    if giver == "head":
+        remedy = f"a vocabulary-parallel loss is not here yet; {remedy}"
+    return f'{giver} leaves its output as "{lies}", but what follows takes it whole: {remedy}.'
+
+
+def _alike(one: Layout, other: Layout) -> bool:
+    """Whether two layouts cut alike, whatever their dims are called."""
+    return (one.cuts, one.partial) == (other.cuts, other.partial)
+
+
+def _check_heads(model: nn.Module, schemes: Mapping[str, Scheme], sizes: Mapping[str, int]) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, Attention) or not isinstance(module.qkv, nn.Linear):
+            continue
+        scheme = _scheme_of(model, f"{name}.qkv".lstrip("."), schemes)
+        axes = scheme.Y.dim("F") if scheme else ()
+        n_heads, n_ranks = module.qkv.out_features // (3 * module.K), prod(sizes[axis] for axis in axes)
+        if n_heads % n_ranks:
+            *legal, last = [str(n) for n in range(1, n_heads + 1) if n_heads % n == 0]
+            degrees = f"{', '.join(legal)} or {last}" if legal else last
+            raise RefusedError(
+                f"{name or 'attention'}: {n_heads} heads cannot be shared out to {n_ranks} ranks, "
+                f"since a head stays whole: try {' x '.join(axes)}={degrees}"
+            )
+
+
+def _scheme_of(model: nn.Module, name: str, schemes: Mapping[str, Scheme]) -> Scheme | None:
+    layer = model.get_submodule(name)  # which may be parallel already
+    return layer.scheme if isinstance(layer, TensorParallelLinear) else schemes.get(name)
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -1,6 +1,14 @@
-"""What all tests share: examples that are the same in every run, on a machine of any speed."""
+"""What all tests share: shapes that are checked, and examples that are the same in every run.
+
+The shapes in the signatures of these packages (``Float[Tensor, "b d"]``) are checked at every call; the hook
+must stand before their first import.
+"""
 
 from hypothesis import settings
+from jaxtyping import install_import_hook
+
+CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"  # an int is a float, too
+install_import_hook(["lessons_lib.models", "lessons_lib.tensor_parallel"], CHECKER)
 
 settings.register_profile("same everywhere", derandomize=True, deadline=None)
 settings.load_profile("same everywhere")

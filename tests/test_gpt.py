@@ -170,6 +170,16 @@ def test_generate_is_decided_by_its_seed_and_leaves_the_global_generator_alone()
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_temperature_sharpens_and_flattens_the_prediction():
+    """Near 0 every byte is the likeliest one; far above 1 all bytes are as likely as each other."""
+    model = scrambled(GPT(SMALL))
+    likeliest = model.generate(b"x", 20, temperature=0)
+    assert model.generate(b"x", 20, temperature=1e-6, seed=1) == likeliest
+    assert model.generate(b"x", 20, temperature=1.0, seed=1) != likeliest
+    flat, sharp = (len(set(model.generate(b"x", 80, temperature=t, seed=1))) for t in (100.0, 0.2))
+    assert flat > 50 and sharp < 25, "different bytes among 80"
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from lessons_lib import Mesh, region, run
 from lessons_lib.errors import RefusedError
-from lessons_lib.models.gpt import GPT, GPTConfig
+from lessons_lib.layout import Layout
+from lessons_lib.models.gpt import GPT, Attention, GPTConfig
 from lessons_lib.plan import (
     GPT_1D,
     assign,
@@ -20,7 +21,7 @@ from lessons_lib.plan import (
     traffic,
     unshard_state,
 )
-from lessons_lib.tensor_parallel import SCHEMES, Column, TensorParallelLinear
+from lessons_lib.tensor_parallel import SCHEMES, Column, Row, TensorParallelLinear
 from lessons_lib.tensor_parallel.linear import parameter_layouts
 
 # Twelve heads: 1, 2, 3 and 4 ranks can share them. All sizes differ.
@@ -196,11 +197,11 @@ def test_ranks_generate_the_same_text():
 # ---- wrong versions
 
 
-class QKVMajor(nn.Module):
+class QKVMajor(Attention):
     """Attention whose columns are [q|k|v][head][K]: right serially, cut wrongly by columns."""
 
     def __init__(self, attention):
-        super().__init__()
+        nn.Module.__init__(self)
         self.K, self.qkv, self.proj = attention.K, attention.qkv, attention.proj
 
     def forward(self, x):
@@ -246,6 +247,10 @@ def test_ranks_that_start_from_different_weights_are_caught():
 
 
 # ---- refusals
+
+
+class RowThatDoesNotAddUp(Row):
+    Y = Layout("B F +tp")
 
 
 def test_a_pattern_star_is_one_part_of_a_name():
@@ -302,6 +307,33 @@ def test_a_pattern_star_is_one_part_of_a_name():
             'blocks.0.attention.qkv leave its output as Layout("B F"), but blocks.0.attention.proj takes its '
             'input as Layout("B D@tp")',
         ),
+        (  # it would train, each rank with a softmax over its own half of the vocabulary
+            {"head": "column"},
+            'head leaves its output as "B F@tp", but what follows takes it whole: a vocabulary-parallel loss '
+            "is not here yet; leave head out of the plan.",
+        ),
+        (
+            {**GPT_1D, "head": "row"},
+            'head takes its input as "B D@tp", but what comes before leaves it whole: leave head out of the',
+        ),
+        (
+            {"blocks.*.attention.qkv": "row", "blocks.*.attention.proj": "column"},
+            'blocks.0.attention.qkv takes its input as "B D@tp", but what comes before leaves it whole: '
+            "begin the branch with a 'column' layer.",
+        ),
+        (
+            {"blocks.1.mlp.up": "row", "blocks.1.mlp.down": "column"},
+            'blocks.1.mlp.up takes its input as "B D@tp"',
+        ),
+        (
+            {"blocks.1.mlp.down": "column"},
+            'blocks.1.mlp.down leaves its output as "B F@tp", but what follows takes it whole: '
+            "end the branch with a 'row' layer.",
+        ),
+        (
+            {"blocks.1.mlp.up": "column", "blocks.1.mlp.down": RowThatDoesNotAddUp()},
+            'blocks.1.mlp.down leaves its output as "B F +tp", but what follows takes it whole',
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_the_model_is_refused_and_changes_nothing(plan, message):
@@ -322,11 +354,34 @@ def test_a_plan_that_does_not_fit_the_model_is_refused_and_changes_nothing(plan,
 def test_a_refused_model_is_still_serial():
     def on_this_rank():
         model = GPT(CONFIG)
-        with pytest.raises(RefusedError, match=r"head: .* size 29 cannot be cut evenly over tp=2"):
-            parallelize(model, {**GPT_1D, "head": "column"}, Mesh(tp=2))
+        with pytest.raises(
+            RefusedError, match=r"blocks\.0\.mlp\.up: .* size 96 cannot be cut evenly over tp=5"
+        ):
+            parallelize(model, {name: GPT_1D[name] for name in GPT_1D if "mlp" in name}, Mesh(tp=5))
+        with pytest.raises(RefusedError, match="head leaves its output"):
+            parallelize(model, {**GPT_1D, "head": "column"}, Mesh(tp=5))
         return [name for name, module in model.named_modules() if isinstance(module, TensorParallelLinear)]
 
-    assert run(on_this_rank, ranks=2).values == [[], []]
+    assert run(on_this_rank, ranks=5).values == [[]] * 5
+
+
+def test_a_mesh_without_the_plan_s_axis_is_refused_with_meshes_that_have_it():
+    message = (
+        "the plan cuts blocks.0.attention.qkv over the axis 'tp' (Column), which the mesh does not have: "
+        "its axes are dp=2. Try Mesh(tp=2), or Mesh(dp=2, tp=1), where the layer stays whole."
+    )
+    with pytest.raises(RefusedError, match=re.escape(message)):
+        run(lambda: parallelize(GPT(CONFIG), GPT_1D, Mesh(dp=2)), ranks=2)
+    for sizes in ({"tp": 2}, {"dp": 2, "tp": 1}):
+        run(lambda sizes=sizes: parallelize(GPT(CONFIG), GPT_1D, Mesh(**sizes)), ranks=2)
+
+
+def test_of_a_model_that_declares_no_branches_sizes_alone_are_checked():
+    plan = {"0": "column", "2": "row"}
+    model = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+    assert list(check(model, plan, {"tp": 2})) == ["0", "2"]
+    with pytest.raises(RefusedError, match=r"0: .* size 6 cannot be cut evenly over tp=4"):
+        check(model, plan, {"tp": 4})
 
 
 def test_a_model_is_not_cut_twice():
@@ -344,7 +399,10 @@ def test_heads_that_do_not_divide_are_refused_with_the_legal_degrees():
     assert (3 * config.D) % 8 == 0
     with torch.device("meta"):
         model = GPT(config)
-    message = r"blocks\.0\.attention has 28 heads.* over tp=8.* Legal degrees for 28: 1, 2, 4, 7, 14, 28\."
+    message = (
+        r"^blocks\.0\.attention: 28 heads cannot be shared out to 8 ranks, since a head stays whole: "
+        r"try tp=1, 2, 4, 7, 14 or 28$"
+    )
     with pytest.raises(RefusedError, match=message):
         check(model, GPT_1D, {"tp": 8})
     for degree in (1, 2, 4, 7, 14, 28):
@@ -354,7 +412,12 @@ def test_heads_that_do_not_divide_are_refused_with_the_legal_degrees():
         with torch.device("meta"):
             parallelize(GPT(config), GPT_1D, Mesh(tp=8))
 
-    with pytest.raises(RefusedError, match=message) as refused:
+    with pytest.raises(RefusedError, match="28 heads cannot be shared out to 8 ranks") as refused:
         run(on_this_rank, ranks=8)
-    assert str(refused.value).count("has 28 heads") == 1
+    assert str(refused.value).count("28 heads") == 1
     assert refused.value.run.trace.events == ()
+
+
+def test_one_head_has_one_degree():
+    with pytest.raises(RefusedError, match=r"1 heads cannot .*: try tp=1$"), torch.device("meta"):
+        check(GPT(GPTConfig(L=1, H=1, D=8)), GPT_1D, {"tp": 2})

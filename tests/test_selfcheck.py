@@ -12,6 +12,7 @@ import pytest
 
 from lessons_lib import selfcheck
 from lessons_lib.selfcheck import TORCH, Finding
+from lessons_lib.spmd._torch_internals import TESTED_VERSION
 
 PROJECT = Path(__file__).parents[1]
 
@@ -96,11 +97,19 @@ def test_old_python_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_version_is_the_one_in_requirements() -> None:
     assert f"\ntorch=={TORCH} " in (PROJECT / "requirements.txt").read_text()
+    assert TESTED_VERSION == TORCH  # stated again, since the self-check cannot import what needs torch
 
 
 def test_commands_are_listed() -> None:
     listed = command()
-    assert listed.returncode == 0 and "selfcheck" in listed.stdout
+    assert listed.returncode == 0 and "selfcheck" in listed.stdout and "train [OPTION ...]" in listed.stdout
     unknown = command("selfchek")
     assert unknown.returncode == 2
     assert unknown.stderr == "There is no command 'selfchek'.\n" and unknown.stdout == listed.stdout
+
+
+def test_a_command_takes_options_or_takes_none() -> None:
+    done = command("train", "--ranks", "four")
+    assert done.returncode == 2 and "argument --ranks: must be a whole number, not 'four'" in done.stderr
+    done = command("selfcheck", "--ranks", "4")
+    assert done.returncode == 2 and done.stderr == "There is no command 'selfcheck --ranks 4'.\n"

@@ -64,9 +64,9 @@ def serial_layer(D=D, F=F):
 
 
 def step_on_this_rank(make, scheme, sizes, layer, X, dY):
-    """One forward and one backward on this rank; ``make`` builds its part of the layer."""
+    """One forward and one backward on this rank; ``make``, a class or a function, builds its part of it."""
     mesh = Mesh(**sizes)
-    parallel = make(layer, scheme, mesh)
+    parallel = getattr(make, "from_linear", make)(layer, scheme, mesh)
     x = scheme.X.shard(X, mesh).requires_grad_()
     with region("forward"):
         y = parallel(x)
@@ -76,9 +76,7 @@ def step_on_this_rank(make, scheme, sizes, layer, X, dY):
     return found | {f"d{name}": parameter.grad for name, parameter in parallel.named_parameters()}
 
 
-def assert_is_the_serial_layer(
-    scheme, sizes, make=TensorParallelLinear.from_linear, by_hand=None, B=B, D=D, F=F
-):
+def assert_is_the_serial_layer(scheme, sizes, make=TensorParallelLinear, by_hand=None, B=B, D=D, F=F):
     """On every rank, the output and all gradients are the serial layer's; the bytes are the formula's."""
     layer, X, dY = serial_layer(D, F), random(B, D, seed=3).requires_grad_(), random(B, F, seed=4)
     layer(X).backward(dY)
@@ -328,6 +326,27 @@ def test_degree_1_is_the_serial_layer_and_sends_nothing(name, sizes):
     assert set(SCHEMES[name].traffic(B, D, F, sizes).values()) == {0}
 
 
+class RowsOfX:
+    """Data parallelism as a scheme: ranks have different rows of X, so the bias sees only some of them."""
+
+    axes = ("dp",)
+    X, W, Y = Layout("B@dp D"), Layout("D F"), Layout("B@dp F")
+
+    def forward(self, x, w, mesh):
+        return x @ w
+
+    def backward(self, dy, x, w, mesh):
+        return dy @ w.T, mesh["dp"].all_reduce(x.T @ dy)
+
+    def traffic(self, B, D, F, sizes):
+        return {"forward": 0, "backward": ring_traffic("all_reduce", D * F, sizes["dp"])}
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_where_b_is_cut_the_bias_gradient_is_summed_over_its_axis(p):
+    assert_is_the_serial_layer(RowsOfX(), {"dp": p})
+
+
 # ---- wrong versions: each is a bug that somebody shipped, and each is caught, for the reason given
 
 
@@ -414,6 +433,19 @@ class BiasGradientSummed(TensorParallelLinear):
         return y + copy_sum(self.bias, self.mesh["tp"])
 
 
+class BiasGradientOfOwnRows(TensorParallelLinear):
+    """The bias gradient left as the sum over this rank's rows where B is cut."""
+
+    def forward(self, x):
+        return tensor_parallel_linear(x, self.weight, self.scheme, self.mesh) + self.bias
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_a_bias_gradient_of_own_rows_only_is_caught(p):
+    with pytest.raises(AssertionError, match="dbias on rank 0 is wrong"):
+        assert_is_the_serial_layer(RowsOfX(), {"dp": p}, BiasGradientOfOwnRows)
+
+
 def the_next_rank_s_block(layer, scheme, mesh):
     """Blocks dealt out in another order than X and Y have."""
     wrong = TensorParallelLinear.from_linear(layer, scheme, mesh)
@@ -432,8 +464,8 @@ WRONG = [
     (MeanInsteadOfSum(), None, "row", "Y on rank 0 is wrong"),
     (AllReduceBothWays(), None, "row", "dX on rank 0 is wrong"),
     (HalfTheTraffic(), None, "row", "forward traffic is not the formula's"),
-    (Row(), BiasOnEveryRank.from_linear, "row", "Y on rank 0 is wrong"),
-    (Row(), BiasGradientSummed.from_linear, "row", "dbias on rank 0 is wrong"),
+    (Row(), BiasOnEveryRank, "row", "Y on rank 0 is wrong"),
+    (Row(), BiasGradientSummed, "row", "dbias on rank 0 is wrong"),
     (Column(), the_next_rank_s_block, "column", "Y on rank 0 is wrong"),
     (Row(), the_next_rank_s_block, "row", "Y on rank 0 is wrong"),
 ]
@@ -444,7 +476,7 @@ WRONG = [
     "scheme, make, name, why", WRONG, ids=[getattr(m, "__qualname__", type(s).__name__) for s, m, *_ in WRONG]
 )
 def test_wrong_versions_are_caught(scheme, make, name, why, p):
-    make = make or TensorParallelLinear.from_linear
+    make = make or TensorParallelLinear
     with pytest.raises(AssertionError, match=why):
         assert_is_the_serial_layer(scheme, {"tp": p}, make, by_hand=BY_HAND[name])
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lessons_lib import Mesh, compute, region, run
-from lessons_lib.errors import DeadlockError, RankError, UnfinishedWarning
+from lessons_lib.errors import DeadlockError, RankError, RefusedError, UnfinishedWarning
 from lessons_lib.machines import Machine
 from lessons_lib.spmd.trace import Trace
 from lessons_lib.timeline import COLLECTIVES, Timeline, elements_sent, ring_traffic
@@ -108,7 +108,7 @@ def test_chains_and_straight_ways_by_hand(n: int, p: int, choice: st.DataObject)
 
 
 def test_an_unknown_kind_has_no_convention() -> None:
-    with pytest.raises(ValueError, match="no ring convention for 'gossip'; known: all_reduce, all_gather"):
+    with pytest.raises(RefusedError, match="no ring convention for 'gossip'; known: all_reduce, all_gather"):
         elements_sent("gossip", 1, 2, 0)
 
 
@@ -335,7 +335,7 @@ def test_regions_nest_and_end_with_their_block() -> None:
 def test_a_rank_that_was_not_there_is_refused(rank: int) -> None:
     trace = run(dist.barrier, ranks=3).trace
     for ask in (trace.bytes_sent, trace.collectives):
-        with pytest.raises(ValueError, match=rf"rank {rank} is none of this run's 3 ranks \(0 to 2\)"):
+        with pytest.raises(RefusedError, match=rf"rank {rank} is none of this run's 3 ranks \(0 to 2\)"):
             ask(rank)
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lessons_lib import train
+from lessons_lib import run
 from lessons_lib.models.gpt import GPT, GPTConfig
 from lessons_lib.tensor_parallel import SCHEMES, Column, Row
+from lessons_lib.train import Settings, report, train
+from lessons_lib.train import __main__ as command
 
 SMALL = ["--layers", "2", "--heads", "4", "--width", "16", "--seq", "8", "--batch", "3"]
 N_BYTES = 4  # float32
@@ -18,7 +20,7 @@ PROJECT = Path(__file__).parents[1]
 
 def printed(capsys, *arguments):
     """The exit status, what was printed, and what went to stderr."""
-    status = train.main([*SMALL, *arguments])
+    status = command.main([*SMALL, *arguments])
     out, err = capsys.readouterr()
     return status, out, err
 
@@ -101,8 +103,68 @@ def test_training_reports_what_happened(capsys):
     assert f"bytes sent    {per_rank:,} by each rank in training, {4 * per_rank:,} by all together" in out
     assert re.search(r"speed +[\d,]+ tokens per second on this machine, where ranks take turns", out)
     assert "sample        The " in out
-    assert "30/30" in out, "a progress bar, from rank 0"
-    assert "[rank 1]" not in err
+    assert "[rank 1]" not in out + err
+
+
+def test_the_progress_bar_leaves_one_whole_line(capsys):
+    _, out, _ = printed(capsys, "--ranks", "2", "--steps", "3")
+    ((*redrawn, last),) = (line.split("\r") for line in out.split("\n") if "[rank" in line)
+    assert re.fullmatch(r"\[rank 0\] 100%\|█+\| 3/3 \[\S+, +\S+(step/s|s/step), loss=5\.\d+\]", last)
+    assert redrawn and not redrawn[-1].removeprefix("[rank 0]").strip(), "the bar itself is wiped away"
+
+
+@pytest.mark.parametrize(
+    "arguments, n_sampled", [("--steps 49", 0), ("--steps 50", 200), ("--steps 1 --sample 7", 7)]
+)
+def test_noise_is_not_sampled_unasked(monkeypatch, arguments, n_sampled):
+    """Nor does it stand in the picture: each byte costs a forward pass with all its all-reduces."""
+    asked = []
+    monkeypatch.setattr(report, "report_training", lambda settings, picture: asked.append(settings) or 0)
+    assert command.main([*SMALL, *arguments.split()]) == 0
+    assert [settings.n_sample for settings in asked] == [n_sampled]
+
+
+def test_the_command_of_the_readme_makes_its_picture(capsys, monkeypatch, tmp_path):
+    readme = (PROJECT / "README.md").read_text()
+    (arguments,) = re.findall(r"`python -m lessons_lib\.train (.*--steps 1.*)`", readme)
+    (n_all_reduces,) = map(int, re.findall(r"each of the (\d+) all-reduces of one training step", readme))
+    (picture,) = re.findall(r"\]\((\S+/train\.svg)\)", readme)
+    assert arguments.endswith(f"--picture {picture}")
+    runs = []
+    monkeypatch.setattr(report, "run", lambda *a, **k: runs.append(run(*a, **k)) or runs[0])
+    found = tmp_path / "train.svg"
+    assert command.main(arguments.replace(picture, str(found)).split()) == 0
+    trace = runs[0].trace
+    kinds = [[event.kind for event in trace.collectives(rank)] for rank in range(4)]
+    assert kinds == [["all_reduce"] * n_all_reduces] * 4 and len(trace.events) == 4 * n_all_reduces
+    assert found.read_text(encoding="utf-8").startswith("<svg")
+    assert "sample" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, tp", [("--tp 2", 2), ("--ranks 1", 1), ("", 4), ("--tp 1 --ranks 1", 1)])
+def test_one_of_ranks_and_tp_will_do(monkeypatch, arguments, tp):
+    asked = []
+    monkeypatch.setattr(report, "report_training", lambda settings, picture: asked.append(settings) or 0)
+    command.main([*SMALL, *arguments.split()])
+    assert [settings.tp for settings in asked] == [tp]
+
+
+def test_the_command_s_defaults_are_the_library_s(monkeypatch):
+    asked = []
+    monkeypatch.setattr(report, "report_training", lambda settings, picture: asked.append(settings) or 0)
+    command.main([])
+    assert asked == [Settings()]
+
+
+def test_the_size_of_a_step_is_what_torch_counts():
+    """Exactly, but for the fused attention of CPUs, which torch does not count."""
+    config = GPTConfig(L=2, H=4, D=32, S=16)
+    settings = Settings(config=config, tp=1, steps=1, n_sequences=3, n_sample=0)
+    counted = run(train, settings, ranks=1, record=("flops",)).trace.flops_of(0, "train")
+    attention = (
+        3 * 2 * 2 * (3 * config.L * config.S * config.S * config.D)
+    )  # Q K.T and A V, and both ways back
+    assert report.step_flops(config, 3) == counted + attention
 
 
 def test_ranks_arrive_at_the_loss_of_the_serial_model(capsys):
@@ -122,18 +184,37 @@ def test_ranks_arrive_at_the_loss_of_the_serial_model(capsys):
         ("--ranks 8 --tp 4", r"leaves 2 groups of 4 ranks .* data parallelism, .*; try --ranks 4 --tp 4$"),
         (
             "--ranks 3 --width 24",
-            r"blocks\.0\.attention has 4 heads.* over tp=3.* Legal degrees for 4: 1, 2, 4\.$",
+            r"4 heads cannot be shared out to 3 ranks, since a head stays whole: try tp=1, 2 or 4$",
         ),
         ("--heads 3", r"width D=16 cannot be shared out to H=3 heads; try H=1, 2, 4, 8, 16$"),
         ("--ranks 0", r"argument --ranks: must be at least 1, not 0$"),
         ("--steps -1", r"argument --steps: must be at least 1, not -1$"),
-        ("--batch many", r"argument --batch: invalid"),
+        ("--ranks four", r"argument --ranks: must be a whole number, not 'four'$"),
+        ("--batch 1.5", r"argument --batch: must be a whole number, not '1\.5'$"),
+        ("--batch 0", r"argument --batch: must be at least 1, not 0$"),
+        ("--seq 0", r"argument --seq: must be at least 1, not 0$"),
+        ("--layers 0", r"argument --layers: must be at least 1, not 0$"),
+        ("--width -4", r"argument --width: must be at least 1, not -4$"),
+        ("--heads 0", r"argument --heads: must be at least 1, not 0$"),
+        ("--sample -1", r"argument --sample: must be at least 0, not -1$"),
+        ("--seed -1", r"argument --seed: must be at least 0, not -1$"),
+        ("--lr nan", r"argument --lr: must be a number above 0, not 'nan'$"),
+        ("--lr inf", r"argument --lr: must be a number above 0, not 'inf'$"),
+        ("--lr=-1e-3", r"argument --lr: must be a number above 0, not '-1e-3'$"),
+        ("--lr 0", r"argument --lr: must be a number above 0, not '0'$"),
+        ("--lr fast", r"argument --lr: must be a number above 0, not 'fast'$"),
+        ("--seq 100000", r"3 sequences of 100000 tokens .* operations in a step, .*; try a smaller --seq"),
+        ("--width 1000000", r"layers of width 1000000 are \de\+\d+ floating point operations in a step"),
+        ("--picture x.png", r"argument --picture: 'x\.png': the picture is an SVG; try x\.svg$"),
+        ("--picture x", r"argument --picture: 'x': the picture is an SVG; try x\.svg$"),
+        ("--picture no/x.svg", r"argument --picture: 'no/x\.svg': there is no folder 'no'; make it first$"),
+        ("--picture x.svg --check", r"--check draws no picture; leave out --check or --picture$"),
     ],
 )
 def test_what_is_refused_before_any_rank_starts(capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr(train, "run", None)
+    monkeypatch.setattr(report, "run", None)
     with pytest.raises(SystemExit) as exit_:
-        train.main([*SMALL, *arguments.split()])
+        command.main([*SMALL, *arguments.split()])
     assert exit_.value.code == 2
     assert re.search(message, capsys.readouterr().err.strip())
 
@@ -144,3 +225,13 @@ def test_the_module_runs_as_a_program():
     assert program.returncode == 0, program.stderr
     assert "2 steps: the loss and the gradients" in program.stdout
     assert program.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--ranks four", "--ranks 4 --tp 3"])
+def test_help_and_typing_errors_do_not_wait_for_torch(arguments):
+    program = (
+        "import sys\nfrom lessons_lib.train.__main__ import main\n"
+        f"try: main({arguments.split()})\nexcept SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True)
+    assert done.stdout.endswith("False\n"), done.stderr

@@ -14,7 +14,9 @@ from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout
 from lessons_lib.timeline import Event, Message, Span, Timeline, Traffic, Where
 from lessons_lib.views import colours, lanes, layout_picture
-from lessons_lib.views.ranks import LEFT, MOST_ROWS, RIGHT, TimeAxis
+from lessons_lib.views.axes import Rows, TimeAxis
+from lessons_lib.views.bars import CLOSE, MARK, bars, is_crowded
+from lessons_lib.views.ranks import APART, LEFT, MOST_ROWS, RIGHT
 from lessons_lib.views.svg import WIDTH, Figure, escape, fit, text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -204,10 +206,21 @@ def test_a_figure_describes_itself():
     by_id = {each.get("id"): each.text for each in root.iter() if each.get("id")}
     assert [by_id[name] for name in root.get("aria-labelledby", "").split()] == ["Title", "It shows this."]
     bundle = figure._repr_mimebundle_()
-    assert bundle == {"text/html": figure.svg, "image/svg+xml": figure.svg, "text/plain": "It shows this."}
+    assert bundle == {"text/html": figure.html, "image/svg+xml": figure.svg, "text/plain": "It shows this."}
     assert colours.THEMES["dark"].card in figure.svg
     with pytest.raises(RefusedError, match="theme='blue': there are 'light' and 'dark'"):
         Figure("Title", "", theme="blue")
+
+
+def test_on_a_page_a_figure_is_never_too_small_to_read_and_as_an_image_never_cut():
+    figure = Figure("Title", "It shows this.")
+    box = ET.fromstring(figure.html)
+    (picture,) = box
+    assert box.get("style") == "overflow-x:auto"  # in a column of 470 pixels it scrolls
+    assert picture.get("style") == "width:100%;max-width:900px;min-width:640px;height:auto"
+    assert 12 * 640 / WIDTH > 8  # pixels of the smallest text
+    style = parsed(figure).get("style") or ""
+    assert "min-width" not in style and not re.search(r"(?<!-)width", style)  # a browser would crop it
 
 
 def test_ids_are_the_same_for_the_same_figure_and_differ_between_figures():
@@ -316,7 +329,7 @@ def test_what_takes_no_time_is_seen():
     spans = tuple(Span(0, at, at, "all_reduce", f"number {at}") for at in (0.0, 0.5, 1.0))
     for bar in shapes(lanes(Timeline(1, spans), title="t"), "number"):
         x, width = float(bar.get("x", 0)), float(bar.get("width", 0))
-        assert width == 3.0 and LEFT <= x <= RIGHT - 3.0 + 0.1
+        assert width == MARK and LEFT <= x <= RIGHT - MARK + 0.1
 
 
 def test_short_spans_are_merged_and_counted():
@@ -337,6 +350,93 @@ def test_two_kinds_of_short_spans_are_not_mixed_up():
         title.split(" × ")[1].split(",")[0] for title in titles(lanes(Timeline(1, spans), title="t"), " × ")
     ]
     assert set(kinds) == {"waiting", "compute"}
+
+
+def busy(n_ranks, n_steps):
+    """Ranks that work, and meet in collectives that take no time."""
+    spans, events = [], []
+    for step in range(n_steps):
+        for rank in range(n_ranks):
+            spans.append(Span(rank, step, step + 1.0, "compute"))
+            spans.append(Span(rank, step + 0.5, step + 0.5, "all_reduce"))
+            events.append(
+                event(rank, members=tuple(range(n_ranks)), sequence=step + 1, done=step + 0.5, bytes_sent=1)
+            )
+    return Timeline(n_ranks, tuple(spans)), events
+
+
+def areas(figure, colour):
+    """The rectangles of a colour that bars and ticks cover: x, y, width, height."""
+    for each in parsed(figure):
+        if each.get("fill") == colour and each.tag == f"{SVG}rect":
+            yield tuple(float(each.get(name, 0)) for name in ("x", "y", "width", "height"))
+        elif each.get("fill") == colour and each.tag == f"{SVG}path":
+            for x, y, width, height in re.findall(
+                r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h", each.get("d", "")
+            ):
+                yield float(x), float(y), float(width), float(height)
+
+
+VIOLET = colours.operation_colour("all_reduce")
+
+
+@pytest.mark.parametrize("n_ranks, n_steps", [(4, 500), (16, 300), (4, 3000)])
+def test_many_collectives_are_ticks_above_the_lanes_and_hide_no_work(n_ranks, n_steps):
+    timeline, events = busy(n_ranks, n_steps)
+    figure = lanes(timeline, title="t", events=events)
+    tops = {y: height for _, y, width, height in areas(figure, colours.THEMES["light"].lane) if width > 700}
+    assert len(tops) == n_ranks
+    ticks = [box for box in areas(figure, VIOLET) if box[1] > 70]  # without the key in the legend
+    assert len(ticks) >= n_ranks * min(n_steps, 400)
+    for _, y, width, height in ticks:
+        assert width <= 1.0 and height <= 6.1
+        assert any(y + height == pytest.approx(top, abs=0.15) for top in tops)
+    lines = shapes(figure, "all_reduce on world")
+    assert len(lines) <= (RIGHT - LEFT) / APART + 1
+    assert sum(float(line.get("stroke-width", 1)) for line in lines) <= 0.1 * (RIGHT - LEFT)
+    assert f"{n_steps:,} all_reduce per rank" in texts(figure)
+    assert "all_reduce" not in texts(figure)
+
+
+def test_lines_are_thinned_where_there_are_many_and_only_there():
+    few, many = (shapes(lanes(t, title="t", events=e), " on world") for t, e in (busy(4, 40), busy(4, 500)))
+    assert len(few) == 40  # 20 pixels apart
+    assert 10 <= len(many) <= 40
+    xs = [float(line.get("points", "").split(",")[0]) for line in many]
+    assert min(b - a for a, b in itertools.pairwise(xs)) >= APART - 0.1
+
+
+def test_three_marks_in_a_row_make_a_crowd_two_do_not():
+    axis = TimeAxis.until(100.0, 0, 100)  # a pixel is a second
+
+    def crowd(*times, rank=0):
+        return is_crowded([Span(rank, at, at, "all_reduce") for at in times], axis)
+
+    assert not crowd(10, 11) and not crowd(10, 11, 10 + 2 * CLOSE) and crowd(10, 11, 9 + 2 * CLOSE)
+    assert not is_crowded([Span(at, at, at, "send") for at in range(8)], axis)  # each in its own lane
+    assert not is_crowded([Span(0, at, at + 3, "send") for at in range(0, 90, 3)], axis)  # it takes time
+    assert not is_crowded([Span(0, at, at, "compute") for at in range(8)], axis)
+
+
+def test_few_collectives_are_bars_through_their_lanes_and_the_legend_says_so():
+    timeline, events = busy(2, 5)
+    figure = lanes(timeline, title="t", events=events)
+    bars_ = [box for box in areas(figure, VIOLET) if box[1] > 70]
+    assert len(bars_) == 10 and all(height > 27 for *_, height in bars_)
+    assert "all_reduce" in texts(figure) and not any("per rank" in text for text in texts(figure))
+
+
+def test_stripes_are_as_wide_as_their_time_is_long():
+    spans = []
+    for at in range(3000):  # one part work, three parts waiting
+        spans += [Span(0, at, at + 0.25, "compute"), Span(0, at + 0.25, at + 1, "wait")]
+    drawn = bars(spans, TimeAxis.until(3000.0, LEFT, RIGHT), 1)
+    for kind, share in (("compute", 0.25), ("wait", 0.75)):
+        width = sum(bar.end_x - bar.x for bar in drawn if bar.span.kind == kind)
+        assert width == pytest.approx(share * (RIGHT - LEFT), rel=0.02)
+        assert sum(bar.n_spans for bar in drawn if bar.span.kind == kind) == pytest.approx(3000, rel=0.05)
+    half = [bar for bar in drawn if bar.end_x < (LEFT + RIGHT) / 2 and bar.span.kind == "compute"]
+    assert sum(bar.end_x - bar.x for bar in half) == pytest.approx((RIGHT - LEFT) / 8, rel=0.05)
 
 
 def test_the_legend_has_only_what_occurs():
@@ -371,10 +471,134 @@ def test_lanes_that_meet_are_joined_and_others_are_not():
     timeline = Timeline(4, tuple(Span(rank, 0.0, 1.0, "all_reduce") for rank in range(4)))
     events = [event(rank, group="row", members=(rank // 2 * 2, rank // 2 * 2 + 1)) for rank in range(4)]
     joined = shapes(lanes(timeline, title="t", events=events), "all_reduce on row, ranks ")
+    assert [
+        title.split(", ")[1] for title in titles(lanes(timeline, title="t", events=events), " on row")
+    ] == [
+        "ranks 0 and 1",
+        "ranks 2 and 3",
+    ]
     ends = [[float(point.split(",")[1]) for point in line.get("points", "").split()] for line in joined]
     assert len(joined) == 2 and max(ends[0]) < min(ends[1])
     stuck = lanes(timeline, title="t", events=[event(rank, members=(0, 1, 2, 3)) for rank in (0, 1, 3)])
     assert shapes(stuck, "all_reduce on world") == []
+
+
+def test_the_line_of_a_collective_has_no_gaps():
+    timeline, events = busy(4, 3)
+    figure = lanes(timeline, title="t", events=events)
+    tops = sorted(y for _, y, width, _ in areas(figure, colours.THEMES["light"].lane) if width > 700)
+    for line in shapes(figure, "all_reduce on world, ranks 0 to 3"):
+        (x0, y0), (x1, y1) = (map(float, point.split(",")) for point in line.get("points", "").split())
+        assert x0 == x1 and y0 < tops[0] and y1 > tops[-1] + 27
+        marks = [box for box in areas(figure, VIOLET) if abs(box[0] + box[2] / 2 - x0) < 0.2]
+        assert len(marks) == 4  # the bars of the lanes stand on the line, and are as wide
+        assert {box[2] for box in marks} == {float(line.get("stroke-width", 0))}
+
+
+def test_a_line_passes_behind_the_lanes_that_are_not_in_the_group():
+    spans = tuple(Span(rank, 0.0, 2.0, "compute") for rank in range(3))
+    events = [event(rank, members=(0, 2)) for rank in (0, 2)]
+    figure = lanes(Timeline(3, spans), title="t", events=events)
+    pieces = shapes(figure, "all_reduce on world, ranks 0 and 2")
+    ends = [[float(point.split(",")[1]) for point in each.get("points", "").split()] for each in pieces]
+    (lane,) = shapes(figure, "rank 1, compute")
+    top, bottom = float(lane.get("y", 0)), float(lane.get("y", 0)) + float(lane.get("height", 0))
+    assert len(ends) == 2 and max(ends[0]) < top and bottom < min(ends[1])
+    order = list(parsed(figure))
+    at = [n for n, each in enumerate(order) if each.get("stroke") == VIOLET]
+    (work,) = [n for n, each in enumerate(order) if "rank 1, compute" in (each.findtext(f"{SVG}title") or "")]
+    assert at[0] < work < at[1]  # first the piece between, below the work; then those of the members
+    assert [float(p.split(",")[1]) for p in order[at[0]].get("points", "").split()] == [
+        ends[0][1],
+        ends[1][0],
+    ]
+
+
+def test_the_axis_of_a_virtual_clock_reads_well():
+    timeline = Timeline(
+        2, (Span(0, 0.0, 4e-3, "compute"), Span(1, 0.0, 4e-3, "wait")), (), "virtual (4xH100)"
+    )
+    figure = lanes(timeline, title="step on 2 ranks, virtual (4xH100)")
+    assert "time on 4xH100 (ms), virtual" in texts(figure)
+    assert figure.alt == (
+        "step on 2 ranks, virtual (4xH100): lanes of 2 ranks over 4 ms of virtual time on 4xH100."
+    )
+
+
+def test_notes_stand_in_a_column_beside_the_lanes():
+    long = "returned {'loss': 1.2345678, 'accuracy': 0.5}"
+    notes = [(0, 1.0, "stopped"), (1, 4.0, long)]
+    figure = lanes(Timeline(2, (Span(0, 0, 1, "compute"), Span(1, 0, 4, "compute"))), title="t", notes=notes)
+    lanes_end = max(x + width for x, _, width, _ in areas(figure, colours.THEMES["light"].lane))
+    column = [each for each in parsed(figure).iter(f"{SVG}text") if float(each.get("x", 0)) > lanes_end]
+    assert len({each.get("x") for each in column}) == 1
+    short, cut = column
+    assert written(short) == "stopped" and short.find(f"{SVG}title") is None
+    assert written(cut).endswith("…") and cut.findtext(f"{SVG}title") == long
+    assert len(shapes(figure, f"rank 1 at 4 s: {long}")) == 1
+
+
+def curve_of(figure, rank):
+    (area,) = shapes(figure, f"rank {rank}, memory: ")
+    return [tuple(map(float, point.split(","))) for point in area.get("points", "").split()]
+
+
+def test_memory_lies_below_its_own_lane_on_one_scale():
+    spans = (Span(0, 0.0, 4.0, "compute"), Span(1, 0.0, 3.0, "compute"))
+    memory = [[(0.0, 0), (1.0, 8_000_000), (2.0, 2_000_000), (9.0, 99)], [(0.0, 4_000_000)]]
+    figure = lanes(Timeline(2, spans), title="t, measured", memory=memory)
+    lane = [float(shapes(figure, f"rank {rank}, compute")[0].get("y", 0)) for rank in (0, 1)]
+    outlines = [curve_of(figure, rank) for rank in (0, 1)]
+    for rank, outline in enumerate(outlines):
+        assert all(a[0] == b[0] or a[1] == b[1] for a, b in itertools.pairwise(outline))  # steps, no slopes
+        floor = max(y for _, y in outline)
+        assert lane[rank] + 27 <= min(y for _, y in outline)
+        assert rank == 1 or floor < lane[1]
+    heights = [max(y for _, y in outline) - min(y for _, y in outline) for outline in outlines]
+    assert heights[0] == pytest.approx(2 * heights[1], abs=0.2)  # 8 MB and 4 MB
+    end_x = shapes(figure, "rank 0, compute")[0]
+    per_second = (float(end_x.get("width", 0)) + 0.6) / 4
+    at = {round((x - LEFT) / per_second, 1) for x, _ in outlines[0]}
+    assert at == {0.0, 1.0, 2.0, 4.0}  # what is released after the end is not drawn
+    assert {round((x - LEFT) / per_second, 1) for x, _ in outlines[1]} == {0.0, 3.0}
+    floor = max(y for _, y in outlines[0])
+    level = {x: floor - y for x, y in outlines[0]}  # after the step at x
+    assert level[outlines[0][-2][0]] == 0
+    assert (floor - outlines[0][-2][1]) == pytest.approx(heights[0] / 4, abs=0.2)  # 2 MB at the end
+    assert {"peak 8 MB", "peak 4 MB", "memory, at most 8 MB", "memory"} <= set(texts(figure))
+    assert figure.alt == (
+        "t, measured: lanes of 2 ranks over 4 s of measured time; memory peaks at 4 MB to 8 MB on each rank."
+    )
+    without = lanes(Timeline(2, spans), title="t, measured")
+    assert "memory" not in without.svg and "peak" not in without.svg
+
+
+def test_a_peak_of_memory_shorter_than_a_pixel_is_seen():
+    memory = [[(at / 1000, 5 if at != 4321 else 10) for at in range(10_000)]]
+    figure = lanes(Timeline(1, (Span(0, 0.0, 10.0, "compute"),)), title="t", memory=memory)
+    ys = sorted({y for _, y in curve_of(figure, 0)})
+    assert len(ys) == 3 and ys[2] - ys[0] == pytest.approx(2 * (ys[2] - ys[1]), abs=0.2)
+    assert len(curve_of(figure, 0)) < 20
+
+
+@pytest.mark.parametrize("n_ranks", [1, 8, 16, 64])
+def test_lanes_ticks_and_memory_do_not_overlap(n_ranks):
+    for rows in (Rows.below(0, n_ranks, ticks=True, memory=memory) for memory in (False, True)):
+        for rank in range(n_ranks - 1):
+            assert rows.floor(rank) <= rows.y(rank + 1) - rows.tick - 0.5
+        assert rows.floor(n_ranks - 1) <= rows.bottom
+
+
+def test_a_run_shows_its_memory_if_it_was_recorded():
+    from lessons_lib import run
+
+    def step():
+        import torch
+
+        return float(torch.ones(1000).sum())
+
+    assert "memory peaks at 4" in run(step, ranks=2, record="memory").picture().alt
+    assert "memory" not in run(step, ranks=2).picture().alt
 
 
 def test_the_traffic_table():
@@ -427,7 +651,7 @@ def test_a_failed_run_says_how_each_rank_ended():
     assert [text for text in texts(figure) if "rank 2" in text or "raised" in text] == [
         text for *_, text in notes
     ]
-    assert figure.alt.endswith("; ranks 0, 1: waits for rank 2; rank 2: raised ValueError.")
+    assert figure.alt.endswith("; ranks 0 and 1: waits for rank 2; rank 2: raised ValueError.")
     marks = {mark.get("fill") for mark in shapes(figure, "rank 2 at 0.5 s: raised ValueError")}
     assert colours.THEMES["light"].alarm in marks
     assert colours.THEMES["light"].alarm not in {mark.get("fill") for mark in shapes(figure, "rank 0 at 1 s")}
@@ -489,12 +713,44 @@ def test_a_large_picture_is_quick_and_small():
 
 def test_the_picture_of_a_layout_names_every_owner():
     figure = layout_picture(Layout("B D@col"), (4, 6), {"row": 2, "col": 2}, name="X", rank=3)
-    assert set(titles(figure, "X[")) == {"X[0, 0] on ranks 0, 2: 2 copies", "X[0, 1] on ranks 1, 3: 2 copies"}
-    assert texts(figure).count("=") == 2 and texts(figure).count("2 copies") == 2
+    assert set(titles(figure, "X[")) == {
+        "X[0, 0] on ranks 0 and 2: 2 copies",
+        "X[0, 1] on ranks 1 and 3: 2 copies",
+    }
+    assert texts(figure).count("and") == 2 and texts(figure).count("2 copies") == 2
+    assert "=" not in texts(figure)  # copies are not an equation
     assert figure.alt == (
         "Layout B D@col of X, 4 × 6, on a mesh of row=2, col=2: dim D is cut over col into 2 blocks of 3; "
         "2 copies along row; each rank holds 4 × 3, which is 1/2 of the elements."
     )
+
+
+def test_a_layout_may_be_given_as_its_notation():
+    sizes = {"row": 2, "col": 3}
+    by_notation, by_layout = (layout_picture(w, (4, 6), sizes) for w in ("D F@col", Layout("D F@col")))
+    assert by_notation.svg == by_layout.svg
+
+
+def test_many_copies_are_listed_with_commas():
+    words = texts(layout_picture("D", (8,), {"dp": 4}))
+    at = words.index("4 copies")
+    assert words[at - 7 : at] == ["0", ",", "1", ",", "2", "and", "3"]
+
+
+def test_names_of_dims_stand_beside_the_blocks_and_blocks_fill_the_card():
+    for notation in ("D F@col", "D@row F@col", "D F"):
+        figure = layout_picture(notation, (4, 6), {"row": 2, "col": 3})
+        boxes = [
+            [float(box.get(name, 0)) for name in ("x", "y", "width", "height")]
+            for box in shapes(figure, "W[")
+        ]
+        left, top = min(box[0] for box in boxes), min(box[1] for box in boxes)
+        bottom = max(y + height for _, y, _, height in boxes)
+        (name,) = (each for each in parsed(figure).iter(f"{SVG}text") if each.text == "D = 4")
+        assert "rotate(-90" in name.get("transform", "")
+        assert float(name.get("x", 0)) < left < float(name.get("x", 0)) + 85
+        assert float(name.get("y", 0)) == pytest.approx((top + bottom) / 2, abs=15)
+        assert figure.height - bottom < 45
 
 
 def test_blocks_lie_where_the_tensor_is_cut():
@@ -522,7 +778,7 @@ def test_blocks_lie_where_the_tensor_is_cut():
 
 def test_a_partial_sum_has_its_own_texture_and_plus_signs():
     figure = layout_picture(Layout("B F +tp"), (4, 6), {"dp": 2, "tp": 3}, name="Y")
-    assert texts(figure).count("+") == 4 and texts(figure).count("=") == 1
+    assert texts(figure).count("+") == 4 and texts(figure).count("and") == 1
     assert "2 copies of a sum of 3 terms" in texts(figure)
     assert any("partial" in (box.get("fill") or "") for box in shapes(figure, "Y[0, 0]"))
     assert (

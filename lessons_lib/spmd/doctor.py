@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from lessons_lib.spmd.lines import is_machinery, line_of
-from lessons_lib.spmd.operation import Operation, ranks_text
-from lessons_lib.timeline import Waiting, Where
+from lessons_lib.spmd.operation import Operation
+from lessons_lib.timeline import Waiting, Where, ranks_text
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 from lessons_lib import machines
 from lessons_lib.errors import DeadlockError, RankError, RefusedError, RunError, UnfinishedWarning
 from lessons_lib.machines import Machine
-from lessons_lib.spmd import _torch_internals, by_value, doctor, processes, recording, threads
+from lessons_lib.spmd import _torch_internals, by_value, doctor, processes, recording, threads, torchrun
 from lessons_lib.spmd.current import current
-from lessons_lib.spmd.operation import Operation, ranks_text
+from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.process_rank import Account
 from lessons_lib.spmd.result import Run, returned
 from lessons_lib.spmd.thread_group import ThreadGroup
 from lessons_lib.spmd.trace import Trace
+from lessons_lib.timeline import ranks_text
 
 MOST_RANKS = 1024  # threads; each takes memory, and beyond it runs take seconds
 TRANSPORTS = ("threads", "processes")
@@ -46,7 +47,9 @@ def run(
 
     With ``transport="threads"`` ranks are threads of this process that take turns: nothing to start
     and nothing to clean up, prints in a fixed order, a deadlock proved the moment it happens. With
-    ``"processes"`` each is a process of its own, on gloo, or on nccl with a GPU for every rank.
+    ``"processes"`` each is a process of its own, on gloo, or on nccl with a GPU for every rank. In a
+    program that torchrun started, its processes are the ranks, and every one of them gets the result
+    (see :mod:`lessons_lib.spmd.torchrun`); ``ranks`` may then be left out.
 
     ``machine`` gives every rank a virtual clock: ``"8xH100"`` (see :mod:`lessons_lib.machines`) or a
     ``Machine``. It runs by counted FLOPs, by :func:`compute` and by what communication costs there,
@@ -58,7 +61,7 @@ def run(
     :class:`~lessons_lib.errors.DeadlockError`, :class:`~lessons_lib.errors.MismatchError`, or
     :class:`~lessons_lib.errors.RunTimeoutError` after ``timeout_s``.
     """
-    ranks = _refuse(fn, args, ranks, transport, timeout_s)
+    ranks = _refuse(fn, args, ranks, transport, machine, timeout_s)
     on = machines.machine(machine) if isinstance(machine, str) else machine
     if on is not None and ranks > on.n_gpus:
         raise RefusedError(f"ranks={ranks} and {on!r}: give a machine with a GPU for every rank.")
@@ -67,6 +70,8 @@ def run(
     packed = by_value.pack(fn, args)
     name = _name(fn)
     launch = {"threads": _run_threads, "processes": _run_processes}[transport]
+    if torchrun.is_launched():
+        launch = _run_torchrun
     result = launch(Request(ranks, packed, name, on, recorded, timeout_s, seed))
     if result.error is not None:
         result.error.run = result  # type: ignore[attr-defined]
@@ -134,8 +139,16 @@ def _run_threads(asked: Request) -> Run:
 
 
 def _run_processes(asked: Request) -> Run:
+    return _run_launched(asked, "processes", processes.launch)
+
+
+def _run_torchrun(asked: Request) -> Run:
+    return _run_launched(asked, "torchrun", torchrun.launch)
+
+
+def _run_launched(asked: Request, transport: str, launch: Callable[..., processes.Ended]) -> Run:
     began = time.perf_counter()
-    ended = processes.launch(
+    ended = launch(
         asked.ranks,
         asked.packed,
         seed=asked.seed,
@@ -157,7 +170,7 @@ def _run_processes(asked: Request) -> Run:
         ),
         seconds=seconds,
         name=asked.name,
-        transport="processes",
+        transport=transport,
         error=ended.failure,
         notes=tuple(doctor.unfinished(operations)),
     )
@@ -179,7 +192,7 @@ def _endings(values: list[Any], finished: list[bool], error: BaseException | Non
     return tuple(endings)
 
 
-def _refuse(fn: Any, args: tuple[Any, ...], ranks: Any, transport: Any, timeout_s: Any) -> int:
+def _refuse(fn: Any, args: tuple[Any, ...], ranks: Any, transport: Any, machine: Any, timeout_s: Any) -> int:
     """Refuse what cannot work, before anything starts; return the number of ranks."""
     if not callable(fn):
         called = "" if isinstance(fn, int | str) else ", which is what it returned"
@@ -195,6 +208,8 @@ def _refuse(fn: Any, args: tuple[Any, ...], ranks: Any, transport: Any, timeout_
             f"run inside rank {here.number} of a run: ranks cannot start ranks. "
             "Call run from the notebook, or use groups (Mesh) inside the ranks you have."
         )
+    if torchrun.is_launched():
+        ranks = torchrun.ranks_of_launch(ranks, machine)
     if ranks is None:
         given = f"run(..., {args[-1]}) gives {args[-1]} to the function" if args else "run was not told"
         raise RefusedError(f"how many ranks? {given}. Try run({_name(fn)}, ranks=4).")
@@ -204,7 +219,7 @@ def _refuse(fn: Any, args: tuple[Any, ...], ranks: Any, transport: Any, timeout_
         known = ", ".join(f'"{name}"' for name in TRANSPORTS)
         raise RefusedError(f"transport={transport!r} is unknown; known: {known}.")
     most = MOST_RANKS if transport == "threads" else 16 * processes.available_cores()
-    if ranks > most:
+    if ranks > most and not torchrun.is_launched():
         advice = "" if transport == "threads" else "; thread ranks, the default transport, go further"
         raise RefusedError(f"ranks={ranks}: this machine carries {most} {transport}{advice}. Try ranks=8.")
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lessons_lib.timeline import Event, Where
-from lessons_lib.timeline import ranks_text as ranks_text  # doctor and launcher take it from here, too
+from lessons_lib.timeline import Event, Where, ranks_text
 
 _ORDINALS = {"2": "second", "3": "third"}
 

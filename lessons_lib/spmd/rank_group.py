@@ -27,8 +27,8 @@ from lessons_lib.spmd.clock import Clock
 from lessons_lib.spmd.current import current
 from lessons_lib.spmd.doctor import Creation
 from lessons_lib.spmd.lines import LineFinder
-from lessons_lib.spmd.operation import Operation, ranks_text
-from lessons_lib.timeline import elements_sent
+from lessons_lib.spmd.operation import Operation
+from lessons_lib.timeline import elements_sent, ranks_text
 
 Tensors = Sequence[Tensor]
 Exchange = Callable[[list[list[Tensor]]], list[list[Tensor]]]  # what each rank sent -> what each receives

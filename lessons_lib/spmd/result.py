@@ -50,6 +50,7 @@ class Run:
             notes=[(rank, timeline.end_of(rank), ending) for rank, ending in enumerate(self.endings)],
             failed=[rank for rank, ending in enumerate(self.endings) if not ending.startswith("returned")],
             events=self.trace.events,
+            memory=self.trace.live_bytes,
             theme=theme,
         )
 

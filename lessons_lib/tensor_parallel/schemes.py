@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -15,6 +15,7 @@ from lessons_lib.tensor_parallel.column import Column
 from lessons_lib.tensor_parallel.row import Row
 
 
+@runtime_checkable
 class Scheme(Protocol):
     """One way to compute Y = X W, with X [B, D] and W [D, F], on ranks that hold blocks of all three.
 

@@ -52,11 +52,32 @@ class Theme:
     lane: str
     hatch: str
     alarm: str
+    memory: str
 
 
 THEMES = {
-    "light": Theme("#ffffff", "#1f2328", "#57606a", "#d0d7de", "#eef2f6", "#f1f3f5", "#b4bcc5", "#c4202c"),
-    "dark": Theme("#161b22", "#e6edf3", "#9aa4af", "#3d444d", "#21262d", "#21262d", "#59636e", "#ff7b72"),
+    "light": Theme(
+        card="#ffffff",
+        ink="#1f2328",
+        muted="#57606a",
+        line="#d0d7de",
+        panel="#eef2f6",
+        lane="#f1f3f5",
+        hatch="#b4bcc5",
+        alarm="#c4202c",
+        memory="#b2b7bd",
+    ),
+    "dark": Theme(
+        card="#161b22",
+        ink="#e6edf3",
+        muted="#9aa4af",
+        line="#3d444d",
+        panel="#21262d",
+        lane="#21262d",
+        hatch="#59636e",
+        alarm="#ff7b72",
+        memory="#59636e",
+    ),
 }
 
 

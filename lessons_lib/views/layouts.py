@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout, coordinates
+from lessons_lib.timeline import ranks_text
 from lessons_lib.views.colours import AXIS_COLOURS, MOST_RANK_COLOURS, rank_colour, text_on
 from lessons_lib.views.svg import MARGIN, SMALL, WIDTH, Figure, fit, text_width
 
 PANEL = 588  # where the panel about one rank begins
 BRACKET = 20  # thickness of the brackets that show an axis
-SIGN = 16.0  # width of a plus or equals sign between two chips
+SIGNS = {"+": 16.0, ",": 11.0, "and": 36.0}  # what stands between two chips, and its width
+PANEL_ROW = 24  # height of a line in the panel
 
 Drawn = tuple[int | None, int | None]  # which dim runs down, which across
 Copies = tuple[tuple[int, ...], ...]  # for each copy of a block the ranks whose terms add up to it
@@ -21,7 +23,7 @@ Box = tuple[float, float, float, float]  # x, y, width, height
 
 
 def layout_picture(
-    layout: Layout,
+    layout: Layout | str,
     shape: Sequence[int],
     sizes: Mapping[str, int],
     *,
@@ -31,14 +33,15 @@ def layout_picture(
 ) -> Figure:
     """Draw how a tensor of ``shape`` lies on a mesh of ``sizes``, and what ``rank`` holds of it.
 
-    >>> print(layout_picture(Layout("D@row F@col"), (4, 6), {"row": 2, "col": 2}).alt)
+    >>> print(layout_picture("D@row F@col", (4, 6), {"row": 2, "col": 2}).alt)
     Layout D@row F@col of W, 4 × 6, on a mesh of row=2, col=2: dim D is cut over row into 2 blocks of 2, \
 dim F is cut over col into 2 blocks of 3; each rank holds 2 × 3, which is 1/4 of the elements.
 
-    Blocks on several ranks are stacks of cards: ``0 = 2`` are two copies, ``0 + 1`` two terms of a sum
+    Blocks on several ranks are stacks of cards: ``0 and 2`` hold copies, ``0 + 1`` two terms of a sum
     that nobody has added up (dotted). Brackets show the mesh axes, the one that cuts first outside. Of
     a tensor with more than two dims the cut ones are drawn.
     """
+    layout = Layout(layout) if isinstance(layout, str) else layout
     local = layout.local_shape(shape, sizes)
     n_ranks = math.prod(sizes.values())
     if not 0 <= rank < n_ranks:
@@ -100,12 +103,13 @@ def _grid(
     down, across = drawn
     rows, cols = (1 if at is None else n_blocks[at] for at in drawn)
     brackets = [(BRACKET + 4) * (0 if at is None else len(layout.cuts[at])) for at in drawn]
-    x = float(MARGIN + brackets[0])
+    x = MARGIN + brackets[0] + (BRACKET if down is not None else 0.0)
     if down is not None:
-        x += max(60.0, 14 + max(text_width(words, SMALL) for words in _ranges(shape[down], rows)))
+        x += max(36.0, 14 + max(text_width(words, SMALL) for words in _ranges(shape[down], rows)))
     y = figure.top + 16 + brackets[1] + (26 if across is not None else 0)
     height = min(max(rows * 84, 170 if rows > 1 else 110), 400) if rows <= 25 else min(rows * 16, 576)
-    return Grid(x, y, PANEL - 24 - x, height, rows, cols)
+    panel = figure.top + _panel_height(layout, sizes)
+    return Grid(x, y, PANEL - 24 - x, max(height, panel - y), rows, cols)
 
 
 # Rulers: names and sizes of the dims, index ranges, and a bracket per axis, outermost first
@@ -124,14 +128,12 @@ def _rulers(
             continue
         words = f"{layout.dims[at]} = {shape[at]}"
         if vertical:
-            shown = fit(words, grid.x - MARGIN, 14, bold=True)
-            figure.text(
-                MARGIN, figure.top + 10, shown, size=14, bold=True, tip="" if shown == words else words
-            )
+            shown, at_y = fit(words, grid.height, 14, bold=True), grid.y + grid.height / 2
+            figure.text(MARGIN + 11, at_y, shown, size=14, anchor="middle", bold=True, turn=-90)
         else:
             shown = fit(words, grid.width, 14, bold=True)
             figure.text(grid.x + grid.width / 2, figure.top + 10, shown, size=14, anchor="middle", bold=True)
-        outer = MARGIN if vertical else figure.top + 18
+        outer = MARGIN + BRACKET if vertical else figure.top + 18
         n_blocks = 1
         for axis in layout.cuts[at]:
             n_blocks *= sizes[axis]
@@ -219,7 +221,7 @@ def _block(
     line, line_width = (theme.ink, 3.0 if roomy else 1.5) if active else (theme.line, 1.0)
     owners = [rank for terms in copies for rank in terms]
     n_terms = len(copies[0])
-    tip = f"{name} on {_ranks(owners)}: {_what(len(copies), n_terms)}"
+    tip = f"{name} on {ranks_text(owners)}: {_what(len(copies), n_terms)}"
 
     if len(owners) == 1:
         fill = rank_colour(owners[0], n_ranks) or theme.panel
@@ -262,24 +264,27 @@ def _owner(figure: Figure, grid: Grid, row: int, col: int, rank: int, fill: str,
 
 
 def _owners(figure: Figure, box: Box, copies: Copies, n_ranks: int) -> None:
-    """Name all owners of a block: ``0 = 2`` for copies, ``0 + 1`` for terms of a sum."""
+    """Name all owners of a block: ``0, 1 and 2`` for copies, ``0 + 1`` for terms of a sum."""
     theme = figure.theme
     x, y, width, height = box
     pieces: list[str | int] = []  # signs and ranks
     for copy, terms in enumerate(copies):
         for term, rank in enumerate(terms):
-            pieces += ["+" if term else "=", rank] if copy or term else [rank]
+            sign = "+" if term else "and" if copy == len(copies) - 1 else ","
+            pieces += [sign, rank] if copy or term else [rank]
     chip = 20.0 if n_ranks <= 10 else 27.0
     lines: list[list[str | int]] = [[]]
     for piece in pieces:
-        if isinstance(piece, str) and _length(lines[-1], chip) + SIGN + chip > width - 16:
-            lines.append([])  # a line begins with a sign
+        if isinstance(piece, str) and _length([*lines[-1], piece], chip) + chip > width - 16:
+            lines.append([])  # a line begins with a sign, but not with a comma
+            if piece == ",":
+                continue
         lines[-1].append(piece)
     caption = _what(len(copies), len(copies[0]))
     longest = max(_length(line, chip) for line in lines)
     if height < 24 * len(lines) + 4 or longest > width - 8:
         short = f"{len(pieces) // 2 + 1} {'ranks' if len(copies) > 1 else 'terms'}"
-        _in_words(figure, box, [" ".join(map(str, pieces)), caption, short])
+        _in_words(figure, box, [" ".join(map(str, pieces)).replace(" ,", ","), caption, short])
         return
     captioned = height >= 24 * len(lines) + 24 and text_width(caption, SMALL) <= width - 10
     total = 24 * len(lines) + (18 if captioned else 0)
@@ -290,8 +295,8 @@ def _owners(figure: Figure, box: Box, copies: Copies, n_ranks: int) -> None:
         at, middle = x + (width - _length(line, chip)) / 2, top + 24 * number + 12
         for piece in line:
             if isinstance(piece, str):
-                figure.text(at + SIGN / 2, middle + 4.7, piece, anchor="middle", bold=True)
-                at += SIGN
+                figure.text(at + SIGNS[piece] / 2, middle + 4.7, piece, anchor="middle", bold=piece != "and")
+                at += SIGNS[piece]
             else:
                 fill = rank_colour(piece, n_ranks) or theme.line
                 figure.chip(at, middle - 9, str(piece), fill, width=chip)
@@ -301,7 +306,7 @@ def _owners(figure: Figure, box: Box, copies: Copies, n_ranks: int) -> None:
 
 
 def _length(line: Sequence[str | int], chip: float) -> float:
-    return sum(SIGN if isinstance(piece, str) else chip for piece in line)
+    return sum(SIGNS[piece] if isinstance(piece, str) else chip for piece in line)
 
 
 def _in_words(figure: Figure, box: Box, choices: Sequence[str]) -> None:
@@ -321,6 +326,11 @@ def _in_words(figure: Figure, box: Box, choices: Sequence[str]) -> None:
 
 
 # One rank
+
+
+def _panel_height(layout: Layout, sizes: Mapping[str, int]) -> float:
+    n_rows = 3 + len(layout.dims) + bool(layout.partial) + (layout.n_copies(sizes) > 1)
+    return PANEL_ROW * n_rows + 108
 
 
 def _panel(
@@ -352,7 +362,7 @@ def _panel(
     if layout.n_copies(sizes) > 1:
         rows.append((f"1 of {layout.n_copies(sizes)} copies", f"along {', '.join(layout.replicated(sizes))}"))
 
-    figure.rect(x, y, width, 24 * len(rows) + 108, theme.panel, radius=8)
+    figure.rect(x, y, width, _panel_height(layout, sizes), theme.panel, radius=8)
     figure.chip(x + 14, y + 13, str(rank), colour or theme.line, width=28, height=22)
     figure.text(x + 52, y + 29, f"rank {rank}", size=14, bold=True)
     column = min(x + 28 + max(text_width(left) for left, _ in rows), x + width / 2)
@@ -364,7 +374,7 @@ def _panel(
         ):
             shown = fit(words, end - start)
             figure.text(start, at, shown, fill=fill, tip="" if shown == words else words)
-        at += 24
+        at += PANEL_ROW
     bar = width - 28
     figure.rect(x + 14, at - 6, bar, 14, theme.card, line=theme.line, radius=3, tip="all elements")
     tip = f"{share} of the elements"
@@ -401,10 +411,6 @@ def _what(n_copies: int, n_terms: int) -> str:
     copies = f"{n_copies} copies" if n_copies > 1 else ""
     terms = f"sum of {n_terms} terms" if n_terms > 1 else ""
     return f"{copies} of a {terms}" if copies and terms else copies or terms or "the only copy"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _times(shape: Sequence[int]) -> str:

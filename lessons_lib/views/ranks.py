@@ -4,71 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
-from lessons_lib.timeline import Event, Message, Span, Timeline, Traffic, TrafficRow, one_or_range
+from lessons_lib.timeline import (
+    Event,
+    Message,
+    Timeline,
+    Traffic,
+    TrafficRow,
+    one_or_range,
+    ranks_text,
+)
+from lessons_lib.views.axes import Rows, TimeAxis, clock_words
+from lessons_lib.views.bars import CLOSE, MARK, TICK, Bar, bars, depth, is_crowded, marks
 from lessons_lib.views.colours import OPERATIONS, WAITING, operation_colour, operation_name, rank_colour
-from lessons_lib.views.svg import MARGIN, SMALL, TEXT, WIDTH, Figure, fit, text_width
+from lessons_lib.views.memory import Curve, bytes_text, draw_memory, peak, peaks_text
+from lessons_lib.views.svg import MARGIN, SMALL, TEXT, WIDTH, Figure, Key, fit, text_width
 
 LEFT, RIGHT = 92, WIDTH - 28  # of the time axis
-NARROWEST = 3.0  # pixels; a communication that takes no time is drawn this wide
+BESIDE = (90, 190)  # widths of the column beside the lanes: few, so that few pictures differ in scale
 MOST_ROWS = 16  # of the traffic table
 MOST_BARS = 3000  # with a hover title each; more are drawn as one shape per lane and kind
-WORK = ("compute", "F", "B", "I", "W")  # other kinds but waiting are communication
+HEAD = 6.0  # pixels; the width of an arrowhead
+APART = 24.0  # pixels between the lines that join lanes, where there are many
 
 Note = tuple[int, float, str]  # rank, time, what became of it (may be empty)
-
-
-@dataclass(frozen=True, slots=True)
-class TimeAxis:
-    """Where a time lies in the picture, and how it is written."""
-
-    end: float
-    left: float
-    right: float
-    unit: str
-    per_unit: float  # how much time one unit is
-
-    @classmethod
-    def until(cls, end: float, left: float, right: float) -> TimeAxis:
-        """An axis in seconds, milliseconds or microseconds, whichever gives handy numbers.
-
-        >>> axis = TimeAxis.until(0.0025, 0, 100)
-        >>> axis.unit, axis.x(0.001), axis.ticks(), axis.words(0.00125)
-        ('ms', 40.0, [0.0, 0.0005, 0.001, 0.0015, 0.002, 0.0025], '1.25 ms')
-        """
-        unit, per_unit = next((u for u in (("s", 1.0), ("ms", 1e-3)) if end >= u[1]), ("µs", 1e-6))
-        return cls(end, left, right, unit, per_unit)
-
-    def x(self, time: float) -> float:
-        return self.left + (self.right - self.left) * (min(time / self.end, 1.0) if self.end else 0.0)
-
-    def number(self, time: float) -> str:
-        value = time / self.per_unit
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-    def words(self, time: float) -> str:
-        return f"{self.number(time)} {self.unit}"
-
-    def ticks(self, most: int = 10) -> list[float]:
-        """Round times from 0 to the end, at most ``most`` steps of 1, 2 or 5 times a power of ten."""
-        if not self.end:
-            return [0.0]
-        end = self.end / self.per_unit
-        power = 10.0 ** math.floor(math.log10(end / most))
-        step = next(s * power for s in (1, 2, 5, 10, 20) if end / (s * power) <= most)
-        return [at * step * self.per_unit for at in range(int(end / step * (1 + 1e-12)) + 1)]
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """What is drawn for a span, or for several spans too short to be drawn one by one."""
-
-    x: float
-    end_x: float
-    span: Span  # the first
-    until: float
-    n_spans: int = 1
 
 
 def lanes(
@@ -80,6 +41,7 @@ def lanes(
     notes: Sequence[Note] = (),
     failed: Collection[int] = (),
     events: Iterable[Event] = (),
+    memory: Sequence[Curve] = (),
     theme: str = "light",
     cursor: float | None = None,
     until: float | None = None,
@@ -92,26 +54,45 @@ def lanes(
     A send, measured: lanes of 2 ranks over 4 ms of measured time, with 1 message between them.
 
     Work is a solid bar, waiting is hatched, a communication is a bar higher than the lane and a
-    message an arrow. ``events`` joins the lanes that meet in a collective by a thin line. ``notes`` mark
+    message an arrow. Where communications are many they are ticks above the lanes, and the legend
+    counts them. ``events`` joins the lanes that meet in a collective by a thin line. ``notes`` mark
     where lanes end and say what became of their ranks, ``(rank, time, text)``; the marks of ``failed``
-    ranks stand out. ``cursor`` marks a time. ``until`` is where the axis ends, so that several pictures
-    can share one.
+    ranks stand out. ``memory`` is for each rank a list of ``(time, bytes)``, drawn below its lane, on
+    one scale for all. ``cursor`` marks a time. ``until`` is where the axis ends, so that several
+    pictures can share one.
     """
     last = [timeline.makespan, *(m.received for m in timeline.messages), *(time for _, time, _ in notes)]
     end = float(until or max(last))
-    words = max((text_width(text) for *_, text in notes), default=0.0)
-    right = RIGHT - min(320.0, words)
+    beside = [text for *_, text in notes] + [_peak(curve) for curve in memory]
+    words = max((text_width(text) for text in beside), default=0.0)
+    right = RIGHT - next((width for width in (0, *BESIDE) if words <= width), BESIDE[-1])
     axis = TimeAxis.until(end, LEFT, right)
-    figure = Figure(title, _alt(timeline, traffic, notes, axis, title), subtitle=subtitle, theme=theme)
-    kinds = {span.kind for span in timeline.spans}
-    top = figure.legend(_legend(figure, kinds, bool(timeline.messages)), figure.top) if kinds else figure.top
-    rows = Rows.below(top + 4, timeline.n_ranks)
+    alt = _alt(timeline, traffic, notes, memory, axis, title)
+    figure = Figure(title, alt, subtitle=subtitle, theme=theme)
+    crowded = is_crowded(timeline.spans, axis)
+    keys = _keys(figure, timeline, memory, axis, crowded)
+    top = figure.legend(keys, figure.top) if keys else figure.top
+    rows = Rows.below(top + 2, timeline.n_ranks, ticks=crowded, memory=bool(memory))
 
     _lanes(figure, rows, axis)
-    _meetings(figure, rows, axis, events)
-    _spans(figure, rows, axis, timeline.spans)
+    if memory:
+        ends = [timeline.end_of(rank) or end for rank in range(timeline.n_ranks)]
+        draw_memory(figure, rows, axis, memory, ends)
+    joins = _joins(rows, axis, events, APART if crowded else CLOSE)
+    thin = 1.0 if crowded else MARK
+    for join in joins:
+        for above, below in pairwise(join.pieces):  # behind lanes that are not in the group
+            figure.line([above[-1], below[0]], join.colour, width=thin)
+    fillings = [span for span in timeline.spans if depth(span.kind) < 2]
+    _bars(figure, rows, axis, bars(fillings, axis, timeline.n_ranks))
+    for join in joins:
+        for piece in join.pieces:
+            figure.line(piece, join.colour, width=thin, tip=join.tip)
+    communications = [span for span in timeline.spans if depth(span.kind) == 2]
+    _bars(figure, rows, axis, marks(communications, axis, TICK if crowded else MARK), crowded)
     _messages(figure, rows, axis, timeline.messages)
-    _notes(figure, rows, axis, notes, failed)
+    _ends(figure, rows, axis, notes, failed)
+    _beside(figure, rows, axis, notes, memory)
     if cursor is not None and cursor <= end:
         x = axis.x(cursor)
         figure.line(
@@ -123,41 +104,16 @@ def lanes(
     return figure
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Where the lanes are: fewer ranks, higher lanes."""
-
-    top: float
-    n_ranks: int
-    pitch: float
-    height: float
-
-    @classmethod
-    def below(cls, top: float, n_ranks: int) -> Rows:
-        pitch = min(36.0, max(9.0, 320 / n_ranks))
-        return cls(top, n_ranks, pitch, 0.75 * pitch)
-
-    @property
-    def bottom(self) -> float:
-        return self.top + self.n_ranks * self.pitch
-
-    def y(self, rank: int) -> float:
-        """The upper edge of a lane."""
-        return self.top + rank * self.pitch + (self.pitch - self.height) / 2
-
-    def middle(self, rank: int) -> float:
-        return self.top + (rank + 0.5) * self.pitch
-
-    def every(self, height: float) -> int:
-        """Each how many-th rank has room for something ``height`` pixels high: 1, 2, 4, 8, ..."""
-        return 1 << max(0, math.ceil(math.log2(height / self.pitch)))
-
-
 def _alt(
-    timeline: Timeline, traffic: Traffic | None, notes: Sequence[Note], axis: TimeAxis, title: str
+    timeline: Timeline,
+    traffic: Traffic | None,
+    notes: Sequence[Note],
+    memory: Sequence[Curve],
+    axis: TimeAxis,
+    title: str,
 ) -> str:
     n = timeline.n_ranks
-    parts = [f"{title}: {_lanes_of(n)} over {axis.words(axis.end)} of {timeline.clock} time"]
+    parts = [f"{title}: {_lanes_of(n)} over {axis.words(axis.end)} of {clock_words(timeline.clock)}"]
     if timeline.messages:
         parts[0] += f", with {_count(len(timeline.messages), 'message')} between them"
     if traffic is not None and traffic.rows:
@@ -168,11 +124,13 @@ def _alt(
         parts.append(f"each rank sends {sent} bytes in {', '.join(calls)}")
     elif traffic is not None:
         parts.append("the ranks did not communicate")
+    if memory:
+        parts.append(f"memory peaks at {peaks_text(memory)} on each rank")
     ends: dict[str, list[int]] = {}
     for rank, _, text in notes:
         ends.setdefault(text, []).append(rank)
     told = [(text, ranks) for text, ranks in ends.items() if text]
-    parts += [f"{_ranks(ranks)}: {text}" for text, ranks in told[:4]]
+    parts += [f"{ranks_text(ranks)}: {text}" for text, ranks in told[:4]]
     if len(told) > 4:
         parts.append(f"{len(told) - 4} further ways to end")
     return "; ".join(parts) + "."
@@ -182,25 +140,37 @@ def _lanes_of(n_ranks: int) -> str:
     return f"lanes of {n_ranks} ranks" if n_ranks > 1 else "the lane of 1 rank"
 
 
-def _ranks(ranks: Sequence[int], most: int = 8) -> str:
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
-
-
 def _count(n: int, thing: str) -> str:
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
-def _legend(figure: Figure, kinds: set[str], messages: bool) -> list[tuple[str, str]]:
-    """Only what occurs, in an order that never changes."""
-    known = [kind for kind in OPERATIONS if kind in kinds]
-    others = sorted(kinds - {*known, WAITING})
-    entries = [(operation_colour(kind), operation_name(kind)) for kind in [*known, *others]]
-    if messages and "send" not in kinds:
-        entries.append((operation_colour("send"), "message"))
-    if WAITING in kinds:
-        entries.append((figure.waiting(), "waiting"))
-    return entries
+def _keys(
+    figure: Figure, timeline: Timeline, memory: Sequence[Curve], axis: TimeAxis, crowded: bool
+) -> list[Key]:
+    """Only what occurs, in an order that never changes; of ticks, which are many, the number."""
+    calls: dict[str, list[int]] = {}
+    short: set[str] = set()
+    for span in timeline.spans:
+        calls.setdefault(span.kind, [0] * timeline.n_ranks)[span.rank] += 1
+        if crowded and axis.x(float(span.end)) - axis.x(float(span.start)) < TICK:
+            short.add(span.kind)
+    known = [kind for kind in OPERATIONS if kind in calls]
+    others = sorted(calls.keys() - {*known, WAITING})
+    keys = []
+    for kind in [*known, *others]:
+        if depth(kind) == 2 and kind in short:
+            count = one_or_range(calls[kind])
+            keys.append(Key(operation_colour(kind), f"{count} {operation_name(kind)} per rank", "ticks"))
+        else:
+            keys.append(Key(operation_colour(kind), operation_name(kind)))
+    if timeline.messages and "send" not in calls:
+        keys.append(Key(operation_colour("send"), "message"))
+    if WAITING in calls:
+        keys.append(Key(figure.waiting(), "waiting"))
+    if memory:
+        most = max(map(peak, memory))
+        keys.append(Key(figure.theme.memory, f"memory, at most {bytes_text(most)}"))
+    return keys
 
 
 def _lanes(figure: Figure, rows: Rows, axis: TimeAxis) -> None:
@@ -220,54 +190,70 @@ def _lanes(figure: Figure, rows: Rows, axis: TimeAxis) -> None:
             figure.text(axis.left - 10, baseline, f"rank {rank}", size=SMALL, anchor="end")
     for tick in axis.ticks():
         x = axis.x(tick)
-        figure.line([(x, rows.top), (x, rows.bottom)], theme.line, width=0.8)
+        figure.line([(x, rows.top + rows.gap / 2), (x, rows.bottom)], theme.line, width=0.8)
 
 
-def _meetings(figure: Figure, rows: Rows, axis: TimeAxis, events: Iterable[Event]) -> None:
-    """A thin line through the lanes that meet in a collective."""
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The line through the lanes that meet in a collective, in pieces of neighbouring lanes."""
+
+    pieces: list[list[tuple[float, float]]]
+    colour: str
+    tip: str
+
+
+def _joins(rows: Rows, axis: TimeAxis, events: Iterable[Event], apart: float) -> list[Join]:
+    """Of lines of one group nearer than ``apart`` to each other, the first."""
     met: dict[tuple[str, str, tuple[int, ...], int], list[Event]] = {}
     for event in events:
         if event.is_collective:
             met.setdefault((event.kind, event.group, event.members, event.sequence), []).append(event)
+    joins: list[Join] = []
     last_x: dict[tuple[int, ...], float] = {}
+    over = rows.gap / 3
     for (kind, group, members, _), present in met.items():
-        points = [
-            (max(axis.left, axis.x(event.done_s) - 0.7), rows.middle(event.rank))
-            for event in sorted(present, key=lambda event: event.rank)
-        ]
-        x = min(x for x, _ in points)
-        complete = 1 < len(points) == len(members)  # else they never met
-        if complete and x - last_x.get(members, -math.inf) >= 2 * NARROWEST:
-            last_x[members] = x
-            who = ", ".join(str(rank) for rank in members)
-            figure.line(points, operation_colour(kind), width=1.4, tip=f"{kind} on {group}, ranks {who}")
+        if not 1 < len(present) == len(members):  # they never met
+            continue
+        x = axis.x(max(event.done_s for event in present))
+        if abs(x - last_x.get(members, -math.inf)) < apart:
+            continue
+        last_x[members] = x
+        pieces: list[list[tuple[float, float]]] = []
+        before = None
+        for event in sorted(present, key=lambda event: event.rank):
+            at = min(max(axis.left + MARK / 2, axis.x(event.done_s)), axis.right - MARK / 2)
+            y = rows.y(event.rank)
+            if before is None or event.rank != before + 1:
+                pieces.append([])
+            pieces[-1] += [(at, y - over), (at, y + rows.height + over)]
+            before = event.rank
+        straight = [[p[0], p[-1]] if len({x for x, _ in p}) == 1 else p for p in pieces]
+        joins.append(Join(straight, operation_colour(kind), f"{kind} on {group}, {ranks_text(members)}"))
+    return joins
 
 
-def _spans(figure: Figure, rows: Rows, axis: TimeAxis, spans: Sequence[Span]) -> None:
-    """Waiting below, work above it, communication on top."""
-    few = len(spans) <= 2000
-    bars = list(_bars(spans, axis, *((0.5, NARROWEST) if few else (1.5, 1.0))))
-    many = len(bars) > MOST_BARS
-    over = min(3.0, (rows.pitch - rows.height) / 2)
+def _bars(figure: Figure, rows: Rows, axis: TimeAxis, drawn: Sequence[Bar], ticks: bool = False) -> None:
+    """Work fills its lane, communication is higher; what takes no time is a tick above, if ``ticks``."""
     shapes: dict[tuple[int, str], list[tuple[float, float, float, float]]] = {}
-    for bar in sorted(bars, key=lambda bar: _depth(bar.span.kind)):
+    n_spans: dict[tuple[int, str], int] = {}
+    for bar in drawn:
         kind, rank = bar.span.kind, bar.span.rank
         x, width, y, height = bar.x, bar.end_x - bar.x, rows.y(rank), rows.height
-        if _depth(kind) == 2:
-            y, height = y - over, height + 2 * over
+        if depth(kind) == 2 and ticks and width <= TICK + 1e-6:
+            y, height = y - rows.tick, rows.tick
+        elif depth(kind) == 2:
+            y, height = y - rows.gap / 3, height + 2 * rows.gap / 3
         elif width > 4:
             width -= 0.6  # neighbours of one colour stay two
-        if many:
+        if len(drawn) > MOST_BARS:
             shapes.setdefault((rank, kind), []).append((x, y, width, height))
+            n_spans[rank, kind] = n_spans.get((rank, kind), 0) + bar.n_spans
         else:
             tip = _tip(bar, axis)
             figure.rect(x, y, width, height, _fill(figure, kind), radius=1.5 * (width > 3), tip=tip)
     for (rank, kind), boxes in shapes.items():
-        figure.boxes(boxes, _fill(figure, kind), tip=f"rank {rank}, {_name(kind)}")
-
-
-def _depth(kind: str) -> int:
-    return 0 if kind == WAITING else 1 if kind in WORK else 2
+        tip = f"rank {rank}, {n_spans[rank, kind]:,} × {_name(kind)}"
+        figure.boxes(boxes, _fill(figure, kind), tip=tip)
 
 
 def _fill(figure: Figure, kind: str) -> str:
@@ -278,39 +264,16 @@ def _name(kind: str) -> str:
     return "waiting" if kind == WAITING else operation_name(kind)
 
 
-def _bars(spans: Sequence[Span], axis: TimeAxis, fine: float, narrowest: float) -> Iterable[Bar]:
-    """What to draw: spans below ``fine`` pixels are merged with what they touch, of their kind and lane.
-
-    A communication is at least ``narrowest`` pixels wide, even if it took no time.
-    """
-    open_bars: dict[tuple[int, str], Bar] = {}
-    for span in sorted(spans, key=lambda span: (span.start, span.end)):
-        x, end_x = axis.x(float(span.start)), axis.x(float(span.end))
-        narrow = end_x - x < fine
-        if _depth(span.kind) == 2 and end_x - x < narrowest:
-            x = min(max(axis.left, (x + end_x - narrowest) / 2), axis.right - narrowest)
-            end_x = x + narrowest
-        lane = span.rank, span.kind
-        before = open_bars.get(lane)
-        if before is not None and narrow and x - before.end_x < fine:
-            open_bars[lane] = replace(
-                before, end_x=max(end_x, before.end_x), until=float(span.end), n_spans=before.n_spans + 1
-            )
-            continue
-        if before is not None:
-            yield before
-        open_bars[lane] = Bar(x, end_x, span, float(span.end))
-    yield from open_bars.values()
-
-
 def _tip(bar: Bar, axis: TimeAxis) -> str:
     span, start = bar.span, float(bar.span.start)
-    many = f"{bar.n_spans} × " if bar.n_spans > 1 else ""
+    if bar.n_spans > 1:
+        many = f"{bar.n_spans} × {_name(span.kind)}, {axis.number(start)} to {axis.words(bar.until)}"
+        return f"rank {span.rank}, {many}"
     when = f"at {axis.words(start)}"
     if bar.until > start:
         when = f"{axis.number(start)} to {axis.words(bar.until)}, {axis.words(bar.until - start)}"
-    label = f": {span.label}" if span.label and bar.n_spans == 1 else ""
-    return f"rank {span.rank}, {many}{_name(span.kind)}, {when}{label}"
+    label = f": {span.label}" if span.label else ""
+    return f"rank {span.rank}, {_name(span.kind)}, {when}{label}"
 
 
 def _messages(figure: Figure, rows: Rows, axis: TimeAxis, messages: Sequence[Message]) -> None:
@@ -321,7 +284,7 @@ def _messages(figure: Figure, rows: Rows, axis: TimeAxis, messages: Sequence[Mes
         x, end_x = axis.x(float(message.sent)), axis.x(float(message.received))
         ends = message.source, message.destination
         before = last.get(ends)
-        if before and x - before[0] < 2 and abs(end_x - before[1]) < 2:
+        if before and x - before[0] < HEAD and abs(end_x - before[1]) < HEAD:
             continue
         last[ends] = x, end_x
         down = message.destination > message.source
@@ -334,34 +297,49 @@ def _messages(figure: Figure, rows: Rows, axis: TimeAxis, messages: Sequence[Mes
         figure.arrow((x, leave), (end_x, arrive), colour, tip=tip + label)
 
 
-def _notes(
-    figure: Figure, rows: Rows, axis: TimeAxis, notes: Sequence[Note], failed: Collection[int]
-) -> None:
-    """A mark where a lane ends, and what became of its rank, where there is room to write it."""
-    theme, written = figure.theme, -math.inf
-    for rank, time, text in sorted(notes):
+def _ends(figure: Figure, rows: Rows, axis: TimeAxis, notes: Sequence[Note], failed: Collection[int]) -> None:
+    """A mark where a lane ends."""
+    theme = figure.theme
+    for rank, time, text in notes:
         x, y = axis.x(float(time)), rows.middle(rank)
-        half, width = (min(9.0, rows.pitch / 2 - 0.5), 4) if rank in failed else (rows.height / 2, 2)
+        half, width = (rows.height / 2 + rows.gap / 3, 4) if rank in failed else (rows.height / 2, 2)
         mark = theme.alarm if rank in failed else theme.muted
         tip = f"rank {rank} at {axis.words(float(time))}: {text or 'ended'}"
         figure.rect(x - width / 2, y - half, width, 2 * half, mark, radius=1, tip=tip)
-        if text and y - written >= 15:
-            written = y
-            shown = fit(text, WIDTH - MARGIN - x - 8)
-            plate = min(text_width(shown) + 6, WIDTH - x - 8)
-            figure.rect(x + 4, y - 7, plate, 14, theme.card, radius=2)
-            figure.text(x + 8, y + 4.5, shown, tip=tip)
+
+
+def _beside(
+    figure: Figure, rows: Rows, axis: TimeAxis, notes: Sequence[Note], memory: Sequence[Curve]
+) -> None:
+    """A column of what became of each rank and of its peak of memory, where there is room to write it."""
+    theme, x = figure.theme, axis.right + 10
+    words = [(rows.middle(rank), text, theme.ink) for rank, _, text in sorted(notes)]
+    words += [
+        (rows.floor(rank) - rows.memory / 2 + 1, _peak(curve), theme.muted)
+        for rank, curve in enumerate(memory)
+    ]
+    written: list[float] = []
+    for y, text, ink in words:
+        if text and all(abs(y - other) >= 14 for other in written):
+            written.append(y)
+            shown = fit(text, WIDTH - MARGIN - x)
+            figure.text(x, y + 4.5, shown, fill=ink, tip="" if shown == text else text)
+
+
+def _peak(curve: Curve) -> str:
+    return f"peak {bytes_text(peak(curve))}"
 
 
 def _time_axis(figure: Figure, rows: Rows, axis: TimeAxis, clock: str) -> float:
-    theme, y = figure.theme, rows.bottom + 6
+    theme, y = figure.theme, rows.bottom + 2
     figure.line([(axis.left, y), (axis.right, y)], theme.line)
     for tick in axis.ticks():
         x = axis.x(tick)
         figure.line([(x, y), (x, y + 5)], theme.muted)
         figure.text(x, y + 18, axis.number(tick), size=SMALL, anchor="middle", fill=theme.muted)
     middle = (axis.left + axis.right) / 2
-    figure.text(middle, y + 36, f"{clock} time ({axis.unit})", size=SMALL, anchor="middle", fill=theme.muted)
+    words = fit(clock_words(clock, axis.unit), axis.right - axis.left, SMALL)
+    figure.text(middle, y + 36, words, size=SMALL, anchor="middle", fill=theme.muted)
     return y + 40
 
 

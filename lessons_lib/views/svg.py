@@ -11,15 +11,18 @@ import math
 import re
 import zlib
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from lessons_lib.errors import RefusedError
 from lessons_lib.views.colours import THEMES, Theme, text_on
 
 WIDTH = 900
+NARROWEST = 640  # on a page; text of 12 pixels is then drawn with 8.5
 MARGIN = 16
 TITLE, TEXT, SMALL = 17, 13, 12  # text sizes in pixels
 
 _FONTS = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+_FILE_STYLE = "max-width:100%;height:auto"
 _SPECIAL = re.compile(r"[^\w .,:;()/+*=#%@-]")
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ID = "\0"  # stands for the figure's id until the figure is complete; no text can hold it
@@ -76,6 +79,14 @@ def escape(text: object) -> str:
     """
     text = str(text)
     return html.escape(_NOT_XML.sub("\ufffd", text)) if _SPECIAL.search(text) else text
+
+
+class Key(NamedTuple):
+    """An entry of a legend."""
+
+    fill: str
+    name: str
+    form: str = "block"  # or "ticks", which stand on a lane
 
 
 class Figure:
@@ -237,17 +248,21 @@ class Figure:
             bold=True,
         )
 
-    def legend(self, entries: Iterable[tuple[str, str]], y: float) -> float:
+    def legend(self, keys: Iterable[Key], y: float) -> float:
         """Explain fills in a row (rows, if need be) starting at y; return where the next thing may begin."""
         x = float(MARGIN)
         row_y = y
-        for fill, name in entries:
-            shown = fit(name, 300, TEXT)
+        for key in keys:
+            shown = fit(key.name, 300, TEXT)
             width = 19 + text_width(shown) + 18
             if x + width > WIDTH and x > MARGIN:
                 x, row_y = float(MARGIN), row_y + 22
-            self.rect(x, row_y, 13, 13, fill, line=self.theme.line, radius=2)
-            self.text(x + 19, row_y + 11, shown, tip="" if shown == name else name)
+            if key.form == "ticks":
+                self.rect(x, row_y + 6, 13, 7, self.theme.lane, line=self.theme.line, radius=1)
+                self.boxes([(x + 1.5 + 4 * at, row_y, 1.6, 6) for at in range(3)], key.fill)
+            else:
+                self.rect(x, row_y, 13, 13, key.fill, line=self.theme.line, radius=2)
+            self.text(x + 19, row_y + 11, shown, tip="" if shown == key.name else key.name)
             x += width
         return row_y + 26
 
@@ -292,7 +307,7 @@ class Figure:
         whole = "".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-                f'height="{height}" style="max-width:100%;height:auto" role="img" '
+                f'height="{height}" style="{_FILE_STYLE}" role="img" '
                 f'aria-labelledby="{_ID}-title {_ID}-desc" font-family="{_FONTS}">',
                 f'<title id="{_ID}-title">{escape(self.title)}</title>',
                 f'<desc id="{_ID}-desc">{escape(self.alt)}</desc>',
@@ -305,11 +320,21 @@ class Figure:
         # Two different figures on one page must not share ids: the id is a checksum of the figure.
         return whole.replace(_ID, f"figure-{zlib.crc32(whole.encode()):08x}")
 
+    @property
+    def html(self) -> str:
+        """The picture for a page: as wide as its column, but never so small that it cannot be read.
+
+        In a column narrower than 640 pixels it scrolls sideways. The style is not part of ``svg``, which
+        as an image would be cut off by it.
+        """
+        style = f"width:100%;max-width:{WIDTH}px;min-width:{NARROWEST}px;height:auto"
+        svg = self.svg.replace(_FILE_STYLE, style, 1)
+        return f'<div style="overflow-x:auto">{svg}</div>'
+
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         # As HTML a picture fits the column, shows what lies under the pointer and can be read aloud;
         # as an image it is what is left where a page may not contain that.
-        svg = self.svg
-        return {"text/html": svg, "image/svg+xml": svg, "text/plain": self.alt}
+        return {"text/html": self.html, "image/svg+xml": self.svg, "text/plain": self.alt}
 
     def __repr__(self) -> str:
         return self.alt

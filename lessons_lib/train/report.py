@@ -1,0 +1,110 @@
+"""From the options of the command to settings, and from what ran to the lines it prints."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from lessons_lib import plan
+from lessons_lib.errors import RefusedError
+from lessons_lib.models.gpt import GPT, GPTConfig
+from lessons_lib.spmd import run
+from lessons_lib.timeline import one_or_range
+from lessons_lib.train.steps import PROMPT, Comparison, Outcome, Settings, check, train
+
+MOST_FLOPS = 1e12  # in a step: some ten seconds on the cores of a laptop
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Settings from complete options; raises RefusedError where the sizes do not fit together."""
+    config = GPTConfig(L=options.layers, H=options.heads, D=options.width, S=options.seq)
+    flops = step_flops(config, options.batch)
+    if flops > MOST_FLOPS:
+        raise RefusedError(
+            f"{options.batch} sequences of {config.S} tokens through {config.L} layers of width {config.D} "
+            f"are {flops:.0e} floating point operations in a step, and this command takes up to "
+            f"{MOST_FLOPS:.0e}; try a smaller --seq, --batch, --width or --layers"
+        )
+    with torch.device("meta"):
+        plan.check(GPT(config), plan.GPT_1D, {"tp": options.tp})
+    return Settings(
+        config=config,
+        tp=options.tp,
+        steps=options.steps,
+        n_sequences=options.batch,
+        lr=options.lr,
+        seed=options.seed,
+        n_sample=options.sample,
+    )
+
+
+def step_flops(config: GPTConfig, n_sequences: int) -> int:
+    """The floating point operations of a step's matrix products: 6 for each weight and token.
+
+    Two forward, four backward; the products of attention, S x S for every head, come on top.
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    weights = config.L * (4 * config.D**2 + 2 * config.D * config.F) + config.D * config.V
+    attention = 2 * config.L * config.D * config.S
+    return 6 * (weights + attention) * n_sequences * config.S
+
+
+def announce(settings: Settings) -> None:
+    """Say what is about to run."""
+    config = settings.config
+    print(
+        f"model         GPT: {config.L} layers, {config.H} heads, D={config.D}, S={config.S}, V={config.V}\n"
+        f"data          the language reference of Python, {settings.n_sequences} sequences in a step\n"
+        f"ranks         {settings.tp}, as Mesh(tp={settings.tp})",
+        flush=True,
+    )
+
+
+def report_training(settings: Settings, picture: Path | None) -> int:
+    """Train, print what came of it, and save its picture."""
+    result = run(train, settings, ranks=settings.tp)
+    outcome: Outcome = result.values[0]
+    n_tokens = settings.steps * settings.n_sequences * settings.config.S
+    with torch.device("meta"):
+        serial_size = sum(parameter.numel() for parameter in GPT(settings.config).parameters())
+    sent = [result.trace.bytes_sent(rank, "train") for rank in range(settings.tp)]
+    print(f"parameters    {outcome.n_parameters:,} on each rank; the serial model has {serial_size:,}")
+    first, last = outcome.losses[0], outcome.losses[-1]
+    print(f"loss          {first:.3f} at step 1, {last:.3f} at step {settings.steps}")
+    print(
+        f"speed         {n_tokens / outcome.elapsed_s:,.0f} tokens per second on this machine, where ranks "
+        f"take turns: more ranks do not make it faster here"
+    )
+    print(f"bytes sent    {one_or_range(sent)} by each rank in training, {sum(sent):,} by all together")
+    if settings.n_sample:
+        print(f"sample        {(PROMPT + outcome.sample).decode(errors='replace')}")
+    if picture is not None:
+        picture.write_text(result.picture().svg, encoding="utf-8")
+        print(f"picture       {picture}")
+    return 0
+
+
+def report_check(settings: Settings) -> int:
+    """Compare every step with the serial model's, and print what differs; return 1 if anything does."""
+    result = run(check, settings, ranks=settings.tp)
+    comparisons: list[Comparison] = [comparison for rank in result.values for comparison in rank]
+    n_parameters = len({comparison.what for comparison in comparisons}) - 1
+    different = [comparison for comparison in comparisons if comparison.differs]
+    if not different:
+        worst = max(comparison.error for comparison in comparisons)
+        print(
+            f"equal         {settings.steps} steps: the loss and the gradients of all {n_parameters} "
+            f"parameters, on every rank, are the serial model's (relative error at most {worst:.0e})"
+        )
+        return 0
+    step = min(comparison.step for comparison in different)
+    first = [comparison for comparison in different if comparison.step == step]
+    names = dict.fromkeys(comparison.what for comparison in first)
+    print(f"DIFFERENT     from step {step} on, {len(names)} of the loss and {n_parameters} gradients:")
+    for name in names:
+        those = [comparison for comparison in first if comparison.what == name]
+        ranks = ", ".join(str(comparison.rank) for comparison in those)
+        print(f"    {name}: rank {ranks}, relative error up to {max(c.error for c in those):.1e}")
+    return 1
