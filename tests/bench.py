@@ -23,6 +23,7 @@ import torch.multiprocessing as multiprocessing
 
 from lessons_lib import Mesh, run
 from lessons_lib.errors import DeadlockError
+from lessons_lib.tensor_parallel import SCHEMES, TensorParallelLinear
 
 
 def work() -> float:
@@ -56,16 +57,79 @@ def run_mesh(n_ranks: int) -> None:
     run(lambda: Mesh(row=rows, col=n_ranks // rows)["col"].all_reduce(torch.ones(8)), ranks=n_ranks)
 
 
-def deadlock() -> None:
+def run_processes(n_ranks: int) -> None:
+    result = run(lambda: work(), ranks=n_ranks, transport="processes")
+    assert result.values == [8 * sum(range(n_ranks))] * n_ranks
+
+
+def deadlock(transport: str) -> None:
     def skipped() -> None:
         if dist.get_rank() != 2:
             dist.barrier()
 
     try:
-        run(skipped, ranks=8)
+        run(skipped, ranks=8, transport=transport)
     except DeadlockError:
         return
     raise AssertionError("no deadlock was reported")
+
+
+def all_reduces(n_bytes: int, repeats: int) -> float:
+    """Median seconds of an all-reduce, on rank 0."""
+    x = torch.ones(n_bytes // 4)
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        dist.all_reduce(x)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _plain_gloo(rank: int, n_ranks: int, rendezvous: str, n_bytes: int, repeats: int, results: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n_ranks)
+    seconds = all_reduces(n_bytes, repeats)
+    if rank == 0:
+        with open(results, "w") as file:
+            file.write(repr(seconds))
+    dist.destroy_process_group()
+
+
+def plain_gloo(n_ranks: int, n_bytes: int, repeats: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (n_ranks, f"{folder}/rendezvous", n_bytes, repeats, f"{folder}/seconds")
+        multiprocessing.start_processes(_plain_gloo, args=arguments, nprocs=n_ranks, start_method="fork")
+        with open(f"{folder}/seconds") as file:
+            return float(file.read())
+
+
+def training_steps(D: int, record: tuple[str, ...]) -> float:
+    """Seconds of ten steps of an MLP cut over two thread ranks, on rank 0's clock."""
+
+    def step() -> None:
+        mesh = Mesh(tp=2)
+        up, down = torch.nn.Linear(D, 4 * D), torch.nn.Linear(4 * D, D)
+        up, down = (
+            TensorParallelLinear.from_linear(layer, SCHEMES[scheme], mesh)
+            for layer, scheme in ((up, "column"), (down, "row"))
+        )
+        x = torch.randn(1024, D)
+        for _ in range(10):
+            down(torch.nn.functional.gelu(up(x))).square().mean().backward()
+
+    return run(step, ranks=2, record=record).seconds
+
+
+def untraced_steps(D: int) -> float:
+    """The same arithmetic of both ranks without ranks: what tracing and taking turns cost on top."""
+    torch.set_num_threads(1)
+    halves = [(torch.nn.Linear(D, 2 * D), torch.nn.Linear(2 * D, D)) for _ in range(2)]
+    x = torch.randn(1024, D)
+    began = time.perf_counter()
+    for _ in range(10):
+        for up, down in halves:
+            down(torch.nn.functional.gelu(up(x))).square().mean().backward()
+    return time.perf_counter() - began
 
 
 def import_in_new_process(statement: str) -> None:
@@ -99,8 +163,9 @@ def report(what: str, times: list[float], goal_ms: float | None = None) -> None:
 
 def ratio(what: str, times: list[float], ours: list[float], goal: float | None = None) -> None:
     factor = statistics.median(times) / statistics.median(ours)
-    reached = "" if goal is None else f"   goal {goal:g} times: {'reached' if factor >= goal else 'MISSED'}"
-    print(f"  {what:42}{text(times):42}   {factor:,.0f} times thread ranks{reached}", flush=True)
+    reached = "" if goal is None else f"   goal {goal:.3g} times: {'reached' if factor >= goal else 'MISSED'}"
+    number = f"{factor:,.0f}" if factor >= 10 else f"{factor:.2f}"
+    print(f"  {what:42}{text(times):42}   {number} times ours{reached}", flush=True)
 
 
 def main() -> None:
@@ -117,11 +182,35 @@ def main() -> None:
         if n_ranks < 64 or options.all:
             spawned = seconds(lambda n=n_ranks: start_processes("spawn", n), repeats=3, warm_up=0)
             ratio("torch.multiprocessing.spawn with gloo", spawned, ours, 600 if n_ranks == 8 else None)
+            if n_ranks == 8:
+                spawned_8 = spawned
     for n_ranks, goal in ((8, 20), (64, 200)):
         report(
             f"launch {n_ranks} thread ranks and a Mesh", seconds(lambda n=n_ranks: run_mesh(n), 10, 2), goal
         )
-    report("deadlock of 8 ranks, launch to report", seconds(deadlock, 10, 2), 300)
+    processes = seconds(lambda: run_processes(8), repeats=10, warm_up=2)
+    report("launch 8 process ranks", processes)
+    ratio("fork with gloo", seconds(lambda: start_processes("fork", 8), 5), processes, 1 / 1.5)
+    ratio("torch.multiprocessing.spawn with gloo", spawned_8, processes, 30)
+    report("deadlock of 8 thread ranks, launch to report", seconds(lambda: deadlock("threads"), 10, 2), 300)
+    report("deadlock of 8 process ranks", seconds(lambda: deadlock("processes"), 5, 1), 1500)
+    for n_bytes, repeats in ((4_096, 100), (4_194_304, 20)):
+        for transport in ("threads", "processes"):
+            values = [
+                run(all_reduces, n_bytes, repeats, ranks=4, transport=transport).values[0] for _ in range(3)
+            ]
+            report(f"all_reduce of {n_bytes:,} bytes, 4 {transport}", values)
+        ratio("plain gloo on 4 processes", [plain_gloo(4, n_bytes, repeats) for _ in range(3)], values)
+    for D, record, goal in ((128, (), 1.1), (256, ("flops", "memory"), 1.5)):
+        traced = [training_steps(D, record) for _ in range(5)]
+        plain = [untraced_steps(D) for _ in range(5)]
+        what = " and ".join(record) or "communication"
+        report(f"10 steps of an MLP at d={D}, recording {what}", traced)
+        factor = statistics.median(traced) / statistics.median(plain)
+        reached = "reached" if factor <= goal else "MISSED"
+        print(
+            f"  the same arithmetic without ranks {text(plain)}   {factor:.2f} times   goal {goal}: {reached}"
+        )
     empty = seconds(lambda: import_in_new_process("pass"), 5)
     report("a Python that does nothing", empty)
     report(

@@ -66,10 +66,6 @@ __all__ = [
 
 _warned = threading.Event()
 
-# The first operation of a process takes torch a millisecond. Without this line every first picture
-# would show it as the work of rank 0.
-(torch.ones(2) * 2).sum().item()
-
 
 def warn_if_untested() -> None:
     """Warn once when this torch is not the version these internals were checked against."""

@@ -7,7 +7,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from lessons_lib import machines
 from lessons_lib.errors import DeadlockError, RankError, RefusedError, RunError, UnfinishedWarning
@@ -107,6 +111,7 @@ class Request(NamedTuple):
 
 
 def _run_threads(asked: Request) -> Run:
+    _warm_up()
     world = threads.World(asked.ranks, asked.seed, asked.packed.classes, asked.machine, asked.record)
     everybody = tuple(range(asked.ranks))
     began = time.perf_counter()
@@ -136,6 +141,20 @@ def _run_threads(asked: Request) -> Run:
         error=error,
         notes=tuple(doctor.unfinished(world.operations)),
     )
+
+
+@cache
+def _warm_up() -> None:
+    """Let torch do once what it does slowly the first time, which would look like the work of rank 0."""
+
+    def step() -> float:
+        x = torch.full((2,), float(dist.get_rank()))
+        dist.all_reduce(x)
+        return x.sum().item()
+
+    world = threads.World(2, 0, ())
+    packed = by_value.pack(step, ())
+    threads.launch(world, packed, lambda rank: ThreadGroup(rank, "0", "world", (0, 1)), None)
 
 
 def _run_processes(asked: Request) -> Run:

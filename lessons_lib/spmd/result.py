@@ -39,7 +39,10 @@ class Run:
         elif timeline.clock != "measured":
             meaning = "Time on that machine: counted FLOPs over its peak, and what its links take."
         elif self.transport == "threads":
-            meaning = f"Each lane counts its rank's own time, communication is free; here it all took {took}."
+            meaning = (
+                "Each lane counts its rank's own time; communication takes none, but is counted in bytes. "
+                f"It took {took} here."
+            )
         else:
             meaning = f"One process per rank; the whole run took {took}."
         return lanes(

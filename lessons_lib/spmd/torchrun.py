@@ -368,6 +368,19 @@ class TorchrunRank:
             raise Stopped
         return PeerLostError(f"{what} broke off: {str(error).splitlines()[0]}")
 
+    def meet(self, what: str, members: tuple[int, ...]) -> None:
+        """Wait until all members have come here, or the run has failed."""
+        keys = [f"{what}/{member}" for member in members]
+        until = time.perf_counter() + WAIT.total_seconds()
+        self.store.set(f"{what}/{self.number}", "")
+        while not self.store.check(keys):
+            if self.failure():
+                raise Stopped
+            if time.perf_counter() > until:
+                absent = [m for m, key in zip(members, keys, strict=True) if not self.store.check([key])]
+                raise PeerLostError(f"{ranks_text(absent)} did not come to {what} within {WAIT}")
+            time.sleep(0.001)
+
     # ---- taking too long ----
 
     @contextlib.contextmanager
@@ -619,6 +632,7 @@ class TorchrunGroup(RankGroup):
             self._mismatch(doctor.different_groups(*sorted((first, creation), key=lambda c: c.rank)))
         if owner.number not in creation.members:
             return None
+        owner.meet(f"group/{name}", creation.members)  # inside of gloo nobody could stop a rank that waits
         index, size = creation.members.index(owner.number), len(creation.members)
         native = library_group(owner.backend, owner.store, f"group{name}", index, size)
         owner.natives.append(native)
@@ -701,3 +715,12 @@ class TorchrunWork(ProcessWork):
 
     def _is_received(self) -> bool:
         return True
+
+    def _settle(self, began: float) -> None:
+        operation, settled = self.operation, self._settled
+        from_anyone = operation.kind == "recv" and operation.peer is None
+        super()._settle(began)
+        if from_anyone and not settled:  # now it is known which message came: the next one from that rank
+            counts, key = self.group.owner.n_messages, (self.group.label, operation.members, "recv")
+            peer = operation.members.index(operation.peer or 0)
+            counts[*key, peer] = operation.sequence = counts.get((*key, peer), 0) + 1

@@ -138,11 +138,10 @@ print(run(combine, ranks=4).values[0])  # make it 8
 from lessons_lib.models.gpt import GPTConfig
 from lessons_lib.train import Settings, train
 
-settings = dict(
-    config=GPTConfig(L=2, H=4, D=64), steps=40, lr=3e-3, n_sample=0, dtype=torch.float64
-)
-serial = run(train, Settings(tp=1, **settings), ranks=1)
-parallel = run(train, Settings(tp=4, **settings), ranks=4)
+sizes = GPTConfig(L=2, H=4, D=64)
+how = dict(steps=40, lr=3e-3, n_sample=0, dtype=torch.float64)
+serial = run(train, Settings(sizes, tp=1, **how), ranks=1)
+parallel = run(train, Settings(sizes, tp=4, **how), ranks=4)
 
 # %% name="two-curves"
 from lessons_lib.views import loss_curves

@@ -52,6 +52,8 @@ def all_come():
     dist.all_reduce(gradient)
     return gradient[0].item()
 
+
+# %% name="all-come-run"
 run(all_come, ranks=4)
 
 # %% [markdown] minutes=1 core=true
@@ -89,7 +91,7 @@ except DeadlockError as error:
 
 # %% name="waiting"
 for each in failed.waiting:
-    print(f"rank {each.rank} waits for {each.missing} in {each.operation}")
+    print(f"rank {each.rank} waits for rank", *each.missing, "in", each.operation)
 
 trace = failed.run.trace
 print("bytes sent:", [trace.bytes_sent(rank) for rank in range(4)])
@@ -167,6 +169,8 @@ def same_order():
         dist.all_reduce(sums[name])
     return sums["loss"].item(), sums["n_tokens"].item()
 
+
+# %% name="same-order-run"
 run(same_order, ranks=4)
 
 # %% [markdown] minutes=1 core=true
@@ -219,6 +223,8 @@ def even_odd():
         dist.send(x, dst=(r + 1) % p)
     return y.item()
 
+
+# %% name="even-odd-run"
 run(even_odd, ranks=5)
 
 # %% [markdown] minutes=1 core=true
@@ -256,6 +262,8 @@ def out_of_the_branch():
     if mesh["tp"].rank == 0:
         print(f"norm {norm.item():.2f}")
 
+
+# %% name="out-of-the-branch-run"
 run(out_of_the_branch, ranks=4)
 
 # %% [markdown] minutes=1 core=true
@@ -290,6 +298,8 @@ def same_shape():
     dist.all_reduce(sum_and_count)
     return (sum_and_count[0] / sum_and_count[1]).item()
 
+
+# %% name="same-shape-run"
 run(same_shape, ranks=4)
 
 # %% [markdown] minutes=1 core=true
@@ -429,6 +439,8 @@ def wait_afterwards():
     receiving.wait()
     return y.item()
 
+
+# %% name="wait-afterwards-run"
 run(wait_afterwards, ranks=4)
 
 # %% [markdown] minutes=1 core=true
@@ -581,6 +593,8 @@ def both_groups():
     dist.all_reduce(me, group=mine)
     return me.item()
 
+
+# %% name="both-groups-run" more=true
 run(both_groups, ranks=4)
 
 # %% [markdown] minutes=1 more=true

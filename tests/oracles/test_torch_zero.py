@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
@@ -22,6 +23,10 @@ from tests.oracles.serial import (
     train,
     whole,
 )
+
+with warnings.catch_warnings():  # torch 2.13 warns of the torch.jit.script that other modules there use
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.oracle
 
