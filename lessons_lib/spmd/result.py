@@ -34,7 +34,9 @@ class Run:
         timeline = self.trace.timeline
         who = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         took = f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{self.seconds * 1000:.3g} ms"
-        if self.notes:
+        if self.error is not None:
+            meaning = _reason(self.error)
+        elif self.notes:
             meaning = self.notes[0]
         elif timeline.clock != "measured":
             meaning = "Time on that machine: counted FLOPs over its peak, and what its links take."
@@ -52,13 +54,19 @@ class Run:
             subtitle=meaning,
             notes=[(rank, timeline.end_of(rank), ending) for rank, ending in enumerate(self.endings)],
             failed=[rank for rank, ending in enumerate(self.endings) if not ending.startswith("returned")],
-            events=self.trace.events,
+            events=[event for event in self.trace.events if math.isfinite(event.done_s)],
             memory=self.trace.live_bytes,
             theme=theme,
         )
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return self.picture()._repr_mimebundle_()
+
+
+def _reason(error: BaseException) -> str:
+    """The one line of a report that says why, or its first."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line for line in lines if line.startswith("Why: ")), lines[0]).removeprefix("Why: ")
 
 
 def returned(value: Any) -> str:
