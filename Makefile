@@ -32,9 +32,9 @@ test: .venv/tests ## set up and run the tests
 	$(PY) -m pytest
 
 .PHONY: check
-check: lint types layers lessons browser ## everything else: lint, types, layers, lessons, browser
+check: lint types layers lessons slow oracles browser ## everything else: lint, types, layers, lessons, slow tests
 
-.PHONY: lint types layers lessons browser
+.PHONY: lint types layers lessons slow oracles browser
 lint: .venv/tests ## the code is clean (ruff)
 	$(PY) -m ruff check .
 types: .venv/tests ## the types are right (mypy)
@@ -43,6 +43,10 @@ layers: .venv/tests ## a module imports only from the layers below it (import-li
 	.venv/bin/lint-imports --no-logo --no-cache
 lessons: .venv/tests ## no lesson is stale; every cell runs, and every section alone
 	$(PY) notebooks/build.py --check
+slow: .venv/tests ## tests that start processes for seconds
+	$(PY) -m pytest -m slow tests
+oracles: .venv/tests ## what torch builds on ranks gives the serial gradients (the alarm for a torch upgrade)
+	$(PY) -m pytest -m oracle tests/oracles
 browser: .venv/tests ## every lesson runs in a real JupyterLab, without an error
 	$(PY) -m pytest -m browser tests/browser
 

@@ -400,7 +400,7 @@ def _joined(rank: Rank) -> bool:
 def _wait_for_end(world: World, timeout_s: float | None) -> list[Rank]:
     """Wait until all ranks have ended; once the run is stopped, at most ``GRACE_S`` longer."""
     deadline = math.inf if timeout_s is None else time.perf_counter() + timeout_s
-    interrupted = 0
+    interruptions = 0
     while not world.all_ended.wait(0.05):
         now = time.perf_counter()
         if now > deadline and not world.stopped:
@@ -409,7 +409,10 @@ def _wait_for_end(world: World, timeout_s: float | None) -> list[Rank]:
         if world.stopped_at is not None:
             if now - world.stopped_at > GRACE_S:
                 return world.abandon()
-            if now - world.stopped_at > interrupted * GRACE_S / 4:  # clean-up code may catch it once
-                interrupted += 1
+            # A rank that was stopped from outside may be in a loop. Others end by themselves, and soon;
+            # clean-up code may catch an interruption, so there are several.
+            first = 0 if isinstance(world.failure, KeyboardInterrupt | RunTimeoutError) else 1
+            if now - world.stopped_at > (first + interruptions) * GRACE_S / 4:
+                interruptions += 1
                 world.interrupt()
     return []
