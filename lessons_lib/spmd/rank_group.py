@@ -7,6 +7,7 @@ is written down here, in one way, so that kinds, bytes and lines are the same on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, Protocol
@@ -70,6 +71,7 @@ class RankGroup(ProcessGroup):
         super().__init__(self.index, len(members))
         self._name = name
         self._n_collectives = 0
+        self._handles: list[tuple[Operation, Work]] = []  # see _keep
 
     # ---- what torch asks of every group ----
 
@@ -358,12 +360,24 @@ class RankGroup(ProcessGroup):
                 root=root,
                 detail="" if reduction == "sum" else reduction,
             )
-            return self._issue_collective(operation, inputs, outputs, exchange, native)
+            work = self._issue_collective(operation, inputs, outputs, exchange, native)
+            self._keep(operation, work)
+            return work
 
     def _issue_collective(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, exchange: Exchange, native: Native
     ) -> Work:
         raise NotImplementedError
+
+    def _keep(self, operation: Operation, work: Work) -> None:
+        """Keep the handle of a single number from Python's collector until it is waited for.
+
+        torch may keep its C++ half alone, which would then wait for ever: DistributedDataParallel.join
+        does, for the count of ranks that still have inputs.
+        """
+        self._handles = [kept for kept in self._handles if math.isinf(kept[0].done_s)]
+        if operation.n_elements == 1:
+            self._handles.append((operation, work))
 
     def _place(self, index: int, kind: str, name: str) -> int:
         """Refuse a rank that is not in the group, before anything is sent."""

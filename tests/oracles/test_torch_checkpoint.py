@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lessons_lib import run
 from tests.oracles.serial import (
+    FSDP_ALARM,
     STEPS,
     Named,
     Net,
@@ -28,7 +29,7 @@ from tests.oracles.serial import (
     train,
 )
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings(FSDP_ALARM)]
 
 SAVED_AFTER = 4
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lessons_lib import run
 from tests.oracles.serial import (
+    FSDP_ALARM,
     STEPS,
     MakeOptimizer,
     Named,
@@ -30,25 +30,31 @@ from tests.oracles.serial import (
     train,
 )
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings(FSDP_ALARM)]
 
 Shard = Callable[[Net], None]
 
 
-def shard(model: Net, reshard_after_forward: bool = True, mesh_shape: tuple[int, ...] = ()) -> None:
-    """Every block a unit of its own, as is the rest."""
-    mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
-    units: list[nn.Module] = [*model.blocks, model]
-    for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+def shard(model: Net) -> None:
+    shard_units(model, init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
 
 
 def shard_once(model: Net) -> None:
-    shard(model, reshard_after_forward=False)
+    shard_units(model, init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=False)
+
+
+def two_replicas() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replica", "shard"))
 
 
 def shard_replicas(model: Net) -> None:
-    shard(model, mesh_shape=(2, dist.get_world_size() // 2))
+    shard_units(model, two_replicas(), reshard_after_forward=True)
+
+
+def shard_units(model: Net, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
+    """Every block is a unit of its own, and so is the rest."""
+    for unit in [*model.blocks, model]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
 
 def shard_without_dividing(model: Net) -> None:
@@ -59,9 +65,7 @@ def shard_without_dividing(model: Net) -> None:
 
 
 def shard_replicas_without_sync(model: Net) -> None:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replica", "shard"))
-    for unit in [*model.blocks, model]:
-        fully_shard(unit, mesh=mesh["shard"])
+    shard_units(model, two_replicas()["shard"], reshard_after_forward=True)
 
 
 def trained(shard: Shard, make_optimizer: MakeOptimizer) -> tuple[Named, int]:
@@ -73,23 +77,28 @@ def trained(shard: Shard, make_optimizer: MakeOptimizer) -> tuple[Named, int]:
     return outcome(model), held
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adam])
 @pytest.mark.parametrize(
-    "shard, ranks, n_copies",
-    [(shard, 2, 1), (shard, 3, 1), (shard_once, 2, 1), (shard_once, 3, 1), (shard_replicas, 6, 2)],
+    "shard, ranks, n_copies, make_optimizer",
+    [
+        (shard, 2, 1, adam),
+        (shard, 3, 1, sgd),
+        (shard_once, 2, 1, sgd),
+        (shard_once, 3, 1, adam),
+        (shard_replicas, 6, 2, adam),
+    ],
 )
 def test_training(
     shard: Shard, ranks: int, n_copies: int, make_optimizer: MakeOptimizer, transport: str
 ) -> None:
-    outcomes, held = zip(*run(trained, shard, make_optimizer, ranks=ranks, transport=transport), strict=True)
+    outcomes, held = zip(
+        *run(trained, shard, make_optimizer, ranks=ranks, transport=transport).values, strict=True
+    )
     assert_every_rank_has(serially_trained(make_optimizer), outcomes)
     n_elements = sum(parameter.numel() for parameter in Net().parameters())
     assert sum(held) == n_copies * n_elements and max(held) < n_elements
 
 
-@pytest.mark.parametrize(
-    "wrong, ranks", [(shard_without_dividing, 3), (shard_replicas_without_sync, 4)]
-)
+@pytest.mark.parametrize("wrong, ranks", [(shard_without_dividing, 3), (shard_replicas_without_sync, 4)])
 def test_wrong_sharding_is_caught(wrong: Shard, ranks: int) -> None:
     outcomes = [value for value, _ in run(trained, wrong, sgd, ranks=ranks).values]
     with caught():

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint recomputes what it must, under data, sharded, tensor and pipeline parallelism."""
+"""torch.utils.checkpoint recomputes what it must, under data, sharded and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lessons_lib import run
 from tests.oracles.serial import (
+    FSDP_ALARM,
     STEPS,
     Named,
     Net,
@@ -39,7 +38,7 @@ from tests.oracles.serial import (
     whole,
 )
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings(FSDP_ALARM)]
 
 Parallelise = Callable[[Net], nn.Module]
 DROPOUT = 0.3
@@ -81,6 +80,12 @@ def drop(model: Net) -> None:
         block.dropout.p = DROPOUT
 
 
+def cut(model: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    return parallelize_module(model, mesh, styles)
+
+
 def trained(parallelise: Parallelise, recompute: Callable[[Net], None]) -> Named:
     """Every rank draws dropout masks of its own."""
     model = randomised(Net())
@@ -113,6 +118,19 @@ def serially_trained_with_dropout(n_ranks: int) -> Named:
 def test_recompute_with_dropout(parallelise: Parallelise, transport: str) -> None:
     values = run(trained, parallelise, recompute, ranks=3, transport=transport).values
     assert_every_rank_has(serially_trained_with_dropout(3), values)
+
+
+def trained_whole(parallelise: Parallelise) -> Named:
+    """Every rank has the whole batch; no dropout."""
+    model = randomised(Net())
+    recompute(model)
+    train(parallelise(model), sgd(model.parameters()), whole, range(STEPS))
+    return outcome(model)
+
+
+def test_recompute_with_communication_inside(transport: str) -> None:
+    values = run(trained_whole, cut, ranks=2, transport=transport).values
+    assert_every_rank_has(serially_trained(sgd), values)
 
 
 @pytest.mark.parametrize("parallelise", [replicate, shard])

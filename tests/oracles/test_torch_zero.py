@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -66,8 +67,7 @@ def trained(parameters_as_bucket_view: bool) -> tuple[Named, Named, int]:
     return outcome(model), moments(optimizer, model) if dist.get_rank() == 0 else {}, held
 
 
-@pytest.mark.parametrize("parameters_as_bucket_view", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("parameters_as_bucket_view, ranks", [(False, 2), (True, 3)])
 def test_training(parameters_as_bucket_view: bool, ranks: int, transport: str) -> None:
     expected, expected_moments = serially_trained()
     values = run(trained, parameters_as_bucket_view, ranks=ranks, transport=transport).values
@@ -108,6 +108,6 @@ def trained_with_another_rate_on_a_rank() -> Named:
     "wrong",
     [trained_without_gradient_sync, trained_with_gradients_summed, trained_with_another_rate_on_a_rank],
 )
-def test_wrong_steps_are_caught(wrong) -> None:
+def test_wrong_steps_are_caught(wrong: Callable[[], Named]) -> None:
     with caught():
         assert_every_rank_has(serially_trained()[0], run(wrong, ranks=3).values)
