@@ -439,7 +439,6 @@ def test_an_uncaught_error_ends_the_launch_and_is_shown_once(launched: Any) -> N
     assert errors.count("rank 1 raised Unlucky: lr is 0") == 1
 
 
-@pytest.mark.xfail(reason="lessons_lib.train tells its report on every process", strict=True)
 def test_train_works_unchanged() -> None:
     arguments = [
         "--ranks",

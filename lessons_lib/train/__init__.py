@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from lessons_lib._lazy import lazy
 
 if TYPE_CHECKING:
-    from lessons_lib.train.steps import Comparison, Outcome, Settings, check, train, train_steps
+    from lessons_lib.train.steps import Comparison, Outcome, Saving, Settings, Training, check, train
 
-__all__ = ["Comparison", "Outcome", "Settings", "check", "train", "train_steps"]
+__all__ = ["Comparison", "Outcome", "Saving", "Settings", "Training", "check", "train"]
 
 __getattr__, __dir__ = lazy(__name__, dict.fromkeys(__all__, ".steps"))

@@ -1,7 +1,8 @@
 """Train the GPT across ranks: ``python -m lessons_lib.train --ranks 4 --tp 4 --steps 200``.
 
 With ``--check`` it trains in float64 beside the serial model, compares every step's loss and every gradient
-on every rank, and exits with status 1 if one differs.
+on every rank, and exits with status 1 if one differs. With ``--checkpoint DIR`` it saves as it goes, and the
+same command, given again, goes on from what was saved.
 
 This module reads the arguments, for which it needs nothing but Python: ``--help`` and a typing error need
 not wait for torch.
@@ -11,13 +12,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lessons_lib.errors import RefusedError
 
-RANKS, STEPS, CHECK_STEPS, SAMPLE = 4, 200, 5, 200
+if TYPE_CHECKING:
+    from lessons_lib.checkpoint import Checkpoint
+
+RANKS, STEPS, CHECK_STEPS, SAMPLE, EVERY = 4, 200, 5, 200, 50
+DECISIVE = dict(layers=8, heads=8, width=128, seq=64, batch=16, lr=1e-3, seed=0)  # the losses depend on them
 LEAST_TO_SAMPLE = 50  # steps; bytes drawn from a model that has learnt less are noise
 
 
@@ -26,10 +33,11 @@ def main(arguments: Sequence[str] = ()) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        _complete(options)
+        start = _start(options)
+        _complete(options, start)
         from lessons_lib.train import report  # only now, since it brings torch
 
-        settings = report.settings_of(options)
+        settings = report.settings_of(options, start)
     except RefusedError as refusal:
         parser.error(str(refusal))
     report.announce(settings)
@@ -38,9 +46,41 @@ def main(arguments: Sequence[str] = ()) -> int:
     return report.report_training(settings, options.picture)
 
 
-def _complete(options: argparse.Namespace) -> None:
-    """Fill in what one option says about another."""
-    options.ranks = options.ranks or options.tp or RANKS
+def _start(options: argparse.Namespace) -> Checkpoint | None:
+    """The checkpoint to go on from, if there is one and it is asked for."""
+    folder: Path | None = options.checkpoint
+    if folder is None:
+        for option in ("resume", "every"):
+            if getattr(options, option):
+                raise RefusedError(f"--{option} needs --checkpoint DIR, the folder of the checkpoints")
+        return None
+    if options.check:
+        raise RefusedError("--check saves nothing; leave out --check or --checkpoint")
+    from lessons_lib import checkpoint  # which brings torch
+
+    start = checkpoint.latest(folder)
+    if start is None and options.resume:
+        killed = checkpoint.unfinished(folder)
+        found = "there is no such folder"
+        if folder.is_dir():
+            found = f"only {', '.join(killed)}, never finished" if killed else "no step-N in it"
+        raise RefusedError(
+            f"--resume: {str(folder)!r} holds no checkpoint ({found}); leave out --resume to begin anew"
+        )
+    return start
+
+
+def _complete(options: argparse.Namespace, start: Checkpoint | None) -> None:
+    """Fill in what the checkpoint says, what one option says about another, and the defaults."""
+    saved = start.about.get("settings", {}) if start else {}
+    for name, default in DECISIVE.items():
+        if getattr(options, name) is None:
+            setattr(options, name, saved.get(name, default))
+    if start:
+        options.ranks = options.ranks or options.tp or start.sizes.get("tp")
+        options.steps = options.steps or start.about.get("steps")
+    options.every = options.every or EVERY
+    options.ranks = options.ranks or options.tp or int(os.environ.get("WORLD_SIZE", RANKS))
     options.tp = options.tp or options.ranks
     options.steps = options.steps or (CHECK_STEPS if options.check else STEPS)
     if options.sample is None:
@@ -64,27 +104,37 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small GPT on Python's documentation, tensor-parallel on ranks of this machine.",
     )
 
-    def size(option: str, default: int, meaning: str) -> None:
-        parser.add_argument(option, type=_whole(1), default=default, help=f"{meaning} (default: {default})")
+    def size(option: str, meaning: str, read: Callable[[str], float] | None = None) -> None:
+        default = DECISIVE[option.lstrip("-")]
+        add(option, type=read or _whole(1), help=f"{meaning} (default: {default})")
 
     add = parser.add_argument
     add("--ranks", type=_whole(1), help=f"ranks to run (default: as --tp says, else {RANKS})")
     add("--tp", type=_whole(1), help="tensor-parallel degree (default: all ranks)")
     add("--steps", type=_whole(1), help=f"steps (default: {STEPS}; with --check {CHECK_STEPS})")
     add("--check", action="store_true", help="compare with the serial model, in float64")
-    size("--layers", 8, "transformer blocks, L")
-    size("--heads", 8, "attention heads, H")
-    size("--width", 128, "model width, D")
-    size("--seq", 64, "tokens in a sequence, S")
-    size("--batch", 16, "sequences a step")
-    add("--lr", type=_rate, default=1e-3, help="learning rate of AdamW (default: %(default)s)")
-    add("--seed", type=_whole(0), default=0, help="decides weights and batches (default: %(default)s)")
+    size("--layers", "transformer blocks, L")
+    size("--heads", "attention heads, H")
+    size("--width", "model width, D")
+    size("--seq", "tokens in a sequence, S")
+    size("--batch", "sequences a step")
+    size("--lr", "learning rate of AdamW", _rate)
+    size("--seed", "decides weights and batches", _whole(0))
     add(
         "--sample",
         type=_whole(0),
         help=f"bytes to generate (default: {SAMPLE}, after {LEAST_TO_SAMPLE} steps or more)",
     )
     add("--picture", type=_picture, metavar="FILE.svg", help="save a picture of what every rank did")
+    add(
+        "--checkpoint",
+        type=_folder,
+        metavar="DIR",
+        help="save in this folder, and keep the two newest checkpoints; if it holds one already, go on from "
+        "the newest: on any number of ranks, to --steps in all, with the options it was saved with",
+    )
+    add("--every", type=_whole(1), help=f"steps between two checkpoints, besides the last (default: {EVERY})")
+    add("--resume", action="store_true", help="refuse to begin anew where --checkpoint DIR holds nothing")
     return parser
 
 
@@ -109,6 +159,13 @@ def _rate(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
     return number
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder; name one, which need not exist")
+    return path
 
 
 def _picture(text: str) -> Path:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from lessons_lib import plan
+from lessons_lib import checkpoint, plan
+from lessons_lib.checkpoint import Checkpoint, Piece
+from lessons_lib.errors import RefusedError
 from lessons_lib.mesh import Mesh
 from lessons_lib.models import corpus
 from lessons_lib.models.gpt import GPT, GPTConfig
@@ -22,6 +25,15 @@ from lessons_lib.spmd import region
 TOLERANCE = 1e-10  # the largest relative error that --check lets pass; float64 rounds at 1e-16
 WARMUP = 20  # steps in which the learning rate grows from 0 to its value
 PROMPT = b"The "
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Where a run is saved, how often, and the checkpoint it goes on from."""
+
+    folder: Path
+    every: int = 50  # steps; the last one is always saved
+    start: Checkpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +48,30 @@ class Settings:
     seed: int = 0
     n_sample: int = 200  # bytes to generate at the end
     dtype: torch.dtype = torch.float32
+    saving: Saving | None = None
+
+    def decisive(self) -> dict[str, Any]:
+        """What decides the losses, by the names of the command's options: the same after a resumption."""
+        sizes = asdict(self.config)
+        names = dict(L="layers", H="heads", D="width", S="seq", V="vocabulary")
+        return {
+            **{names.get(name, name): size for name, size in sizes.items()},
+            "batch": self.n_sequences,
+            "lr": self.lr,
+            "seed": self.seed,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a rank has to tell after training."""
 
-    losses: tuple[float, ...]
+    losses: tuple[float, ...]  # of all steps, those before a resumption too
     elapsed_s: float
     n_parameters: int  # that it holds
     sample: bytes
+    n_before: int = 0  # steps that the checkpoint had done
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,47 +88,118 @@ class Comparison:
         return not self.error <= TOLERANCE  # not a number differs, too
 
 
-def train_steps(model: GPT, settings: Settings) -> Iterator[Tensor]:
-    """Train ``model``, which may be serial or a rank's part, and yield the loss of each step.
+class Training:
+    """A model, serial or a rank's part, in training: all that a step changes, and a checkpoint holds."""
 
-    At each yield the gradients of the step are still there.
-    """
-    device = model.head.weight.device
-    optimizer = AdamW(model.parameters(), lr=settings.lr)
-    warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
-    for step in range(settings.steps):
-        tokens, targets = corpus.batch(step, settings.n_sequences, settings.config.S, seed=settings.seed)
-        optimizer.zero_grad()
-        with region("forward"):
-            loss = model.loss(tokens.to(device), targets.to(device))
-        with region("backward"):
-            loss.backward()
-        optimizer.step()
-        warmup.step()
-        yield loss.detach()
+    def __init__(self, model: GPT, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.optimizer = AdamW(model.parameters(), lr=settings.lr)
+        self.losses: list[float] = []
+
+    def steps(self) -> Iterator[Tensor]:
+        """Do the steps that are left, and yield the loss of each, while its gradients are still there.
+
+        Batch and learning rate are functions of the number of the step.
+        """
+        settings, device = self.settings, self.model.head.weight.device
+        for step in range(len(self.losses), settings.steps):
+            tokens, targets = corpus.batch(step, settings.n_sequences, settings.config.S, seed=settings.seed)
+            for group in self.optimizer.param_groups:
+                group["lr"] = settings.lr * min(1.0, (step + 1) / WARMUP)
+            self.optimizer.zero_grad()
+            with region("forward"):
+                loss = self.model.loss(tokens.to(device), targets.to(device))
+            with region("backward"):
+                loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss.item())
+            yield loss.detach()
+
+    def save(self, mesh: Mesh, saving: Saving) -> None:
+        """Save where the training stands. Every rank calls this."""
+        about = {
+            "settings": self.settings.decisive(),
+            "steps": self.settings.steps,
+            "losses": self.losses,
+        }
+        checkpoint.save(self._state(), saving.folder, mesh, len(self.losses), about)
+
+    def resume(self, mesh: Mesh, start: Checkpoint) -> None:
+        """Go back to where ``start`` was saved. Every rank calls this."""
+        refuse_another(self.settings, start)
+        state = self._state()
+        checkpoint.load(state, start, mesh)
+        _set_random_state(self.model.head.weight.device, state["random"].block)
+        self.losses = list(start.about["losses"])
+
+    def _state(self) -> dict[str, Piece]:
+        random = _random_state(self.model.head.weight.device)
+        state = checkpoint.pieces(self.model, self.optimizer)
+        return {**state, "random": Piece(random, checkpoint.whole(random))}
+
+
+def refuse_another(settings: Settings, start: Checkpoint) -> None:
+    """Refuse to go on from a checkpoint of other settings, or of more steps."""
+    saved, asked = start.about.get("settings", {}), settings.decisive()
+    different = [name for name in asked if saved.get(name) != asked[name]]
+    if different:
+        there = ", ".join(f"{name} {saved.get(name, 'unknown')}" for name in different)
+        here = ", ".join(f"{name} {asked[name]}" for name in different)
+        raise RefusedError(
+            f"{str(start.path)!r} was trained with {there}, and this run asks for {here}: "
+            f"ask for the same, or save in another folder"
+        )
+    if start.step > settings.steps:
+        raise RefusedError(
+            f"{str(start.path)!r} has done {start.step} steps, and this run asks for {settings.steps}: "
+            f"ask for more, or save in another folder"
+        )
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """What dropout draws from. The same on every rank: what it drops is whole on all of them."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 def train(settings: Settings) -> Outcome:
     """Train on this rank. Rank 0 shows the progress."""
-    mesh = Mesh(tp=settings.tp)
+    mesh, saving = Mesh(tp=settings.tp), settings.saving
     model = GPT(settings.config, settings.seed).to(settings.dtype)
     plan.parallelize(model, plan.GPT_1D, mesh)
-    losses = []
+    training = Training(model, settings)
+    if saving and saving.start:
+        with region("resume"):
+            training.resume(mesh, saving.start)
+    n_before = len(training.losses)
     started = time.perf_counter()
     shown = mesh.rank == 0
-    progress = tqdm(total=settings.steps, unit="step", disable=not shown, file=sys.stdout, leave=False)
-    with region("train"), progress as bar:
-        for loss in train_steps(model, settings):
-            losses.append(loss.item())
+    progress = tqdm(
+        total=settings.steps, initial=n_before, unit="step", disable=not shown, file=sys.stdout, leave=False
+    )
+    steps = training.steps()
+    with progress as bar:
+        for step in range(n_before + 1, settings.steps + 1):
+            with region("train"):
+                loss = next(steps)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
+            if saving and (step % saving.every == 0 or step == settings.steps):
+                with region("save"):
+                    training.save(mesh, saving)
     elapsed_s = time.perf_counter() - started
     if shown:
         print(progress)  # once more, as one whole line
     with region("sample"):
         sample = model.generate(PROMPT, settings.n_sample, temperature=0.8, seed=settings.seed)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Outcome(tuple(losses), elapsed_s, n_parameters, sample)
+    return Outcome(tuple(training.losses), elapsed_s, n_parameters, sample, n_before)
 
 
 def check(settings: Settings) -> list[Comparison]:
@@ -111,9 +208,9 @@ def check(settings: Settings) -> list[Comparison]:
     serial = GPT(settings.config, settings.seed).double()
     model = GPT(settings.config, settings.seed).double()
     plan.parallelize(model, plan.GPT_1D, mesh)
-    serial_steps = train_steps(serial, settings)
+    serial_steps = Training(serial, settings).steps()
     comparisons = []
-    for step, loss in enumerate(train_steps(model, settings), start=1):
+    for step, loss in enumerate(Training(model, settings).steps(), start=1):
         serial_loss = next(serial_steps) if mesh.rank == 0 else torch.zeros_like(loss)
         with region("check"):
             expected = {
