@@ -215,7 +215,7 @@ def main() -> None:
         report(f"a step of an MLP at d={D}, recording {what}", traced)
         factor = statistics.median(traced) / statistics.median(plain)
         reached = "reached" if factor <= goal else "MISSED"
-        print(f"  {'nothing written down':42}{text(plain):42}   {factor:.2f} times that   goal {goal}: {reached}")
+        print(f"  {'the same, not recorded':42}{text(plain):42}  {factor:.2f} times   goal {goal}: {reached}")
     empty = seconds(lambda: import_in_new_process("pass"), 5)
     report("a Python that does nothing", empty)
     report(
