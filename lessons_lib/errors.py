@@ -82,6 +82,10 @@ class UnfinishedWarning(UserWarning):
     """Ranks began communications and left them: the numbers they were to bring are not there."""
 
 
+class OrderWarning(UserWarning):
+    """Ranks may have made calls in different orders that no error betrays: the numbers may be wrong."""
+
+
 class DeadlockError(RunError):
     """No rank can go on. ``waiting`` says for every rank that stands still what it waits for."""
 

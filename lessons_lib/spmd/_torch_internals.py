@@ -24,6 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
+    AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
     Work,
@@ -47,6 +48,7 @@ __all__ = [
     "TESTED_VERSION",
     "AllToAllOptions",
     "AllgatherOptions",
+    "AllreduceOptions",
     "BarrierOptions",
     "DispatchMode",
     "ProcessGroup",

@@ -70,6 +70,11 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> Packed:
         ) from error
 
 
+def dumps(thing: Any) -> bytes:
+    """Copy anything into bytes that ``pickle.loads`` makes a new object of."""
+    return _pack(thing).pickled
+
+
 def unpack(pickled: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return pickle.loads(pickled)
 

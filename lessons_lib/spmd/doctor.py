@@ -5,6 +5,7 @@ Pure text from plain records; it knows no transport and decides nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import traceback
@@ -357,6 +358,46 @@ def unfinished(operations: Sequence[Operation]) -> list[str]:
                 left = "and never waited for it: its tensor still holds the old numbers"
             notes.append(f"rank {operation.rank} called {operation} ({where}), {left}.")
     return notes
+
+
+def swapped(operations: Sequence[Operation]) -> list[str]:
+    """Two collectives in a row that some ranks issue from two lines in one order and others in the other.
+
+    If they look the same, nothing else betrays that each rank gets the other's numbers. Ranks may well
+    call one collective from different lines, so only the same two lines in both orders are told, once.
+    """
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Operation]]] = {}
+    for operation in operations:
+        if operation.kind not in ("send", "recv", "barrier"):
+            ranks = groups.setdefault((operation.group, operation.members), {})
+            ranks.setdefault(operation.rank, []).append(operation)
+    notes: dict[frozenset[Where], str] = {}
+    for ranks in groups.values():
+        pairs: dict[tuple[int, Where, Where], list[Operation]] = {}  # by number and the two lines
+        for issued in ranks.values():
+            for first, second in itertools.pairwise(issued):
+                alike = first.signature == second.signature and second.sequence == first.sequence + 1
+                if alike and first.where != second.where:
+                    pairs.setdefault((first.sequence, first.where, second.where), []).append(first)
+        for (number, one, two), some in pairs.items():
+            others = pairs.get((number, two, one))
+            if others and frozenset((one, two)) not in notes:
+                notes[frozenset((one, two))] = _in_both_orders(some, others, one, two)
+    return list(notes.values())
+
+
+def _in_both_orders(some: list[Operation], others: list[Operation], one: Where, two: Where) -> str:
+    first = some[0]
+    call, number = str(first).split(", #")[0], first.sequence
+    orders = (
+        f"{ranks_text([each.rank for each in ranks])} from line {a.line} and then from line {b.line}"
+        for ranks, a, b in ((some, one, two), (others, two, one))
+    )
+    return (
+        f"Is this order meant? #{number} and #{number + 1} on {first.group_text} are both {call}, called by "
+        f"{', but by '.join(orders)}. If these lines are two different sums, their numbers are mixed up.\n"
+        f"      {one}\n      {two}"
+    )
 
 
 def still_busy(stuck: Sequence[int]) -> str:

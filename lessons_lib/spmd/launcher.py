@@ -14,12 +14,18 @@ import torch
 import torch.distributed as dist
 
 from lessons_lib import machines
-from lessons_lib.errors import DeadlockError, RankError, RefusedError, RunError, UnfinishedWarning
+from lessons_lib.errors import (
+    DeadlockError,
+    OrderWarning,
+    RankError,
+    RefusedError,
+    RunError,
+    UnfinishedWarning,
+)
 from lessons_lib.machines import Machine
 from lessons_lib.spmd import _torch_internals, by_value, doctor, processes, recording, threads, torchrun
 from lessons_lib.spmd.current import current
 from lessons_lib.spmd.operation import Operation
-from lessons_lib.spmd.process_rank import Account
 from lessons_lib.spmd.result import Run, returned
 from lessons_lib.spmd.thread_group import ThreadGroup
 from lessons_lib.spmd.trace import Trace
@@ -80,9 +86,10 @@ def run(
     if result.error is not None:
         result.error.run = result  # type: ignore[attr-defined]
         raise result.error from None
-    if result.notes:
-        more = f"\n... and {len(result.notes) - 3} more, see result.notes" if len(result.notes) > 3 else ""
-        warnings.warn("\n".join(result.notes[:3]) + more, UnfinishedWarning, stacklevel=2)
+    for notes, category in ((result.notes, UnfinishedWarning), (result.questions, OrderWarning)):
+        if notes:
+            more = f"\n... and {len(notes) - 3} more, see the result" if len(notes) > 3 else ""
+            warnings.warn("\n".join(notes[:3]) + more, category, stacklevel=2)
     return result
 
 
@@ -140,6 +147,7 @@ def _run_threads(asked: Request) -> Run:
         transport="threads",
         error=error,
         notes=tuple(doctor.unfinished(world.operations)),
+        questions=tuple(doctor.swapped(world.operations)),
     )
 
 
@@ -176,7 +184,7 @@ def _run_launched(asked: Request, transport: str, launch: Callable[..., processe
         timeout_s=asked.timeout_s,
     )
     seconds = time.perf_counter() - began
-    accounts = [account or Account() for account in ended.accounts]
+    accounts = ended.accounts
     operations = [operation for account in accounts for operation in account.operations]
     return Run(
         ranks=asked.ranks,
@@ -192,6 +200,7 @@ def _run_launched(asked: Request, transport: str, launch: Callable[..., processe
         transport=transport,
         error=ended.failure,
         notes=tuple(doctor.unfinished(operations)),
+        questions=tuple(doctor.swapped(operations)),
     )
 
 

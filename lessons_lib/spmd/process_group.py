@@ -7,17 +7,19 @@ out. While it waits, it says so, and the launcher proves from the board when nob
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
 
-from lessons_lib.errors import MismatchError, PeerLostError
+from lessons_lib.errors import PeerLostError
 from lessons_lib.machines import Machine
 from lessons_lib.spmd import doctor
-from lessons_lib.spmd._torch_internals import Work, native_group, run_after_backward
-from lessons_lib.spmd.board import Key
+from lessons_lib.spmd._torch_internals import Work, native_group
+from lessons_lib.spmd.board import Key, Posted
 from lessons_lib.spmd.doctor import Creation
+from lessons_lib.spmd.library import Asked, LibraryWork, ask, first_line
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.rank_group import Exchange, Native, RankGroup, Tensors
 
@@ -28,37 +30,86 @@ POLL_S = 0.0005
 
 
 class ProcessRankGroup(RankGroup):
-    """A group whose members are processes. ``native`` is the library's group over the same ranks."""
+    """A group whose members are processes, over a group of a library for each kind of device."""
 
     owner: ProcessRank
 
-    def __init__(
-        self, owner: ProcessRank, name: str, label: str, members: tuple[int, ...], native: Any = None
-    ) -> None:
+    def __init__(self, owner: ProcessRank, name: str, label: str, members: tuple[int, ...]) -> None:
         super().__init__(owner, name, label, members)
-        self.native = native or native_group(owner.backend, owner.store, name, self.index, len(members))
+        backends = {"cpu": "gloo"} | ({"cuda": "nccl"} if owner.backend == "nccl" else {})
+        try:
+            self._library = {
+                device: native_group(backend, owner.store, f"{name}/{backend}", self.index, len(members))
+                for device, backend in backends.items()
+            }
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the ranks cannot connect through the loopback interface, 127.0.0.1: {first_line(error)}. "
+                "Is it up? Thread ranks, the default transport, need no network."
+            ) from None
+        self._done_s: list[float] = []  # when its collectives were done, on a virtual clock
 
     def _new_group(self, name: str, label: str, creation: Creation) -> RankGroup | None:
-        poster, me = self.owner.poster, self.owner.number
-        poster.notice.groups[name] = creation
-        poster.post()
-        for other in range(self.owner.n_ranks):
-            first = poster.board.read(other).groups.get(name)
-            if first is not None and first.members != creation.members:
-                raise MismatchError(doctor.different_groups(*sorted((first, creation), key=lambda c: c.rank)))
-        if me not in creation.members:
+        """Like the libraries, wait for the other members; the doctor sees it as an operation."""
+        owner = self.owner
+        operation = Operation(
+            rank=owner.number,
+            kind="new_group",
+            group=label,
+            members=creation.members,
+            sequence=1,
+            shapes=(),
+            dtypes=(),
+            n_elements=0,
+            n_bytes=0,
+            bytes_sent=0,
+            issued_s=owner.clock.now(),
+            where=creation.where,
+            region="",
+        )
+        key, place = owner.poster.issue(("new_group", name), Posted(operation))
+        for other in range(owner.n_ranks):
+            posted = owner.board.log(other).find(key)
+            if posted is not None and posted.operation.members != creation.members:
+                first, second = sorted((posted.operation, operation), key=lambda each: each.rank)
+                owner.stop(
+                    doctor.different_groups(
+                        Creation(first.members, first.rank, first.where),
+                        Creation(second.members, second.rank, second.where),
+                    )
+                )
+        if owner.number not in creation.members:
             return None
-        return ProcessRankGroup(self.owner, name, label, creation.members)
+        owner.wait_until(lambda: not owner.board.missing(owner.number, key, operation), place)
+        return ProcessRankGroup(owner, name, label, creation.members)
 
     def _issue_collective(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, exchange: Exchange, native: Native
     ) -> Work:
-        key = self._post(("collective", self.group_name), operation)
-        posted = [self.owner.poster.board.read(member).find(key) for member in self.members]
-        disagreement = doctor.disagreement([found[0] for found in posted if found])
-        if disagreement:
-            raise MismatchError(disagreement)
-        return ProcessWork(self, operation, key, self._ask(operation, native), list(outputs) or list(inputs))
+        mine = Posted(operation, tuple((tuple(each.shape), _name(each.dtype)) for each in outputs))
+        key, place = self.owner.poster.issue(("collective", self.group_name), mine)
+        posted = [self.owner.board.log(member).find(key) for member in self.members]
+        come = [each for each in posted if each]
+        if doctor.disagreement([each.operation for each in come]):
+            self.owner.stop(key)  # the launcher knows who comes later
+        if operation.kind == "all_to_all":
+            for other in come:
+                self._check_pieces(other, mine)
+                self._check_pieces(mine, other)
+        return ProcessWork(
+            self, operation, key, place, self._ask(operation, inputs, outputs, exchange, native)
+        )
+
+    def _check_pieces(self, sender: Posted, receiver: Posted) -> None:
+        """Stop if what one rank sends to another in an all-to-all is not what that one expects."""
+        to = self.members.index(receiver.operation.rank)
+        source = self.members.index(sender.operation.rank)
+        shape, dtype = sender.operation.shapes[to], sender.operation.dtypes[to]
+        expected, expected_dtype = receiver.outputs[source]
+        if (math.prod(shape), dtype) != (math.prod(expected), expected_dtype):
+            buffer = torch.empty(expected, dtype=getattr(torch, expected_dtype), device="meta")
+            arrives = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            self.owner.stop(doctor.wrong_buffer(receiver.operation, buffer, arrives))
 
     def _issue_message(
         self,
@@ -69,127 +120,126 @@ class ProcessRankGroup(RankGroup):
         tag: int,
         native: Native,
     ) -> Work:
-        key = self._post((operation.kind, self.group_name, sender, receiver, tag), operation)
-        other = "recv" if operation.kind == "send" else "send"
-        peer = None if operation.peer is None else self.owner.poster.board.read(operation.peer)
-        found = peer.find((other, *key[1:])) if peer else None
-        if found:
-            sent, received = (operation, found[0]) if other == "recv" else (found[0], operation)
-            if (sent.n_elements, sent.dtypes) != (received.n_elements, received.dtypes):
-                raise MismatchError(doctor.different_message(sent, received))
-        return ProcessWork(self, operation, key, self._ask(operation, native), list(tensors))
+        place_of = (self.group_name, sender, receiver, tag)
+        key, place = self.owner.poster.issue((operation.kind, *place_of), Posted(operation))
+        if operation.peer is not None:
+            other = "recv" if operation.kind == "send" else "send"
+            found = self.owner.board.log(operation.peer).find((other, *key[1:]))
+            if found:
+                pair = (operation, found.operation) if other == "recv" else (found.operation, operation)
+                sent, received = pair
+                if (sent.n_elements, sent.dtypes) != (received.n_elements, received.dtypes):
+                    self.owner.stop(doctor.different_message(sent, received))
+        inputs, outputs = (tensors, []) if operation.kind == "send" else ([], tensors)
+        asked = self._ask(operation, inputs, outputs, lambda sent: sent, native)
+        return ProcessWork(self, operation, key, place, asked)
 
-    def _post(self, count: Key, operation: Operation) -> Key:
-        ready_s = max(operation.issued_s, self.owner.link_free_s)
-        return self.owner.poster.issue(count, operation, ready_s)
-
-    def _ask(self, operation: Operation, native: Native) -> list[Work]:
-        operation.met = True  # the library answers when the other side has come
+    def _ask(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, exchange: Exchange, native: Native
+    ) -> Asked:
+        device = next((tensor.device.type for tensor in (*inputs, *outputs)), "cpu")
+        library = self._library.get(device, self._library["cpu"])
         try:
-            return native(self.native)
+            return ask(library, self, operation, inputs, outputs, exchange, native)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{self.owner.backend} cannot do {operation}: {str(error).splitlines()[0]}"
-            ) from error
+            raise RuntimeError(f"{library.name()} cannot do {operation}: {first_line(error)}") from error
 
+    # ---- a virtual clock ----
 
-class ProcessWork(Work):
-    """The handle of an operation of process ranks."""
-
-    def __init__(
-        self,
-        group: ProcessRankGroup,
-        operation: Operation,
-        key: Key,
-        works: list[Work],
-        buffers: list[Tensor],
-    ) -> None:
-        super().__init__()
-        self.group, self.operation, self.key = group, operation, key
-        self._works, self._buffers = works, buffers
-        self._settled = False
-
-    def wait(self, timeout: Any = None) -> bool:
-        began, poster = self.group.owner.clock.now(), self.group.owner.poster
-        waits = not self._is_done()
-        if waits:
-            poster.state("waiting", self.key)
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise PeerLostError(f"{self.operation} broke off: {str(error).splitlines()[0]}") from None
-        while not self._is_received():
-            time.sleep(POLL_S)
-        if waits:
-            poster.state("running")
-        self._settle(began)
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._is_done() and self.wait()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def result(self) -> Any:
-        return self._buffers
-
-    def get_future(self) -> Any:
-        run_after_backward(self.wait)  # DistributedDataParallel waits for the future; the clock, then too
-        return self._works[-1].get_future()
-
-    getFuture = get_future
-
-    def _source_rank(self) -> int:
-        return self._works[-1]._source_rank()
-
-    source_rank = _source_rank
-
-    def _is_done(self) -> bool:
-        return all(work.is_completed() for work in self._works) and self._is_received()
-
-    def _is_received(self) -> bool:
-        """For a send: whether the other side has asked for it. A library may buffer a small message;
-        a program that relies on that works for small ones only, so ranks here wait."""
-        if self.operation.kind != "send" or self.operation.peer is None:
-            return True
-        _, name, _, receiver, tag, number = self.key
-        counts = self.group.owner.poster.board.read(self.operation.peer).counts
-        asked = counts.get(("recv", *self.key[1:5]), 0)
-        return asked >= number or counts.get(("recv", name, None, receiver, tag), 0) > 0
-
-    def _settle(self, began: float) -> None:
-        if self._settled:
-            return
-        self._settled = True
-        owner, operation = self.group.owner, self.operation
-        if operation.kind == "recv" and operation.peer is None:
-            operation.peer = self.group.members[self._source_rank()]
-        if owner.machine is None:
-            operation.done_s = owner.clock.now()
-        else:
-            operation.done_s = max(operation.issued_s, self._done_on(owner.machine))
-            owner.clock.catch_up(operation.done_s)
-        operation.waited_s = max(0.0, operation.done_s - began)
-
-    def _done_on(self, machine: Machine) -> float:
-        """When the operation is done on a virtual clock: as for thread ranks, from what others posted."""
-        owner, operation = self.group.owner, self.operation
-        board = owner.poster.board
+    def done_on(self, machine: Machine, operation: Operation, key: Key) -> float:
+        """When an operation that is over was done, from what its ranks posted: as for thread ranks."""
+        board = self.owner.board
         if operation.kind == "send":
             return operation.issued_s
         if operation.kind == "recv":
             assert operation.peer is not None
-            sender = self.group.members.index(operation.peer)
-            found = board.read(operation.peer).find(("send", self.key[1], sender, *self.key[3:]))
-            sent_s = found[0].issued_s if found else operation.issued_s
-            return sent_s + machine.link(operation.peer, owner.number).message_s(operation.n_bytes)
-        posted = [board.read(member).find(self.key) for member in self.group.members]
-        began = max(found[1] for found in posted if found)
-        done = began + machine.collective_s(operation.kind, operation.n_bytes, operation.members)
-        owner.link_free_s = done
-        return done
+            found = board.log(operation.peer).find(key)
+            assert found is not None
+            return found.operation.issued_s + machine.link(operation.peer, operation.rank).message_s(
+                operation.n_bytes
+            )
+        while len(self._done_s) < operation.sequence:
+            number = len(self._done_s) + 1
+            posted = [board.log(member).find((*key[:-1], number)) for member in self.members]
+            began = max(each.operation.issued_s for each in posted if each)
+            free = self._done_s[-1] if self._done_s else 0.0  # the link carries one after the other
+            first = next(each.operation for each in posted if each)
+            seconds = machine.collective_s(first.kind, first.n_bytes, first.members)
+            self._done_s.append(max(began, free) + seconds)
+            for member in self.members:
+                board.log(member).forget((*key[:-1], number))
+        return self._done_s[operation.sequence - 1]
+
+
+class ProcessWork(LibraryWork):
+    """The handle of an operation of process ranks, done when the library says so and all others have come.
+
+    A library may let a rank go before: it buffers small messages, and the root of a broadcast need not
+    wait. A program that relies on that works by chance, so ranks here wait.
+    """
+
+    group: ProcessRankGroup
+
+    def __init__(
+        self, group: ProcessRankGroup, operation: Operation, key: Key, place: int, asked: Asked
+    ) -> None:
+        super().__init__(group, operation, asked)
+        self.key, self.place = key, place
+        group.owner.unsettled[id(operation)] = self
+
+    def _wait(self) -> None:
+        if self._is_done():
+            self._await_library()
+            return
+        with self.group.owner.waiting(self.place):
+            self._await_library()
+            while not self._is_met():
+                time.sleep(POLL_S)
+
+    def _await_library(self) -> None:
+        try:
+            super()._await_library()
+        except RuntimeError as error:
+            raise PeerLostError(f"{self.operation} broke off: {first_line(error)}") from None
+
+    def _is_done(self) -> bool:
+        """Whether waiting would take no time. Libraries do not tell of messages before one waits."""
+        return self._is_met() and (self.key[0] != "collective" or super()._is_done())
+
+    def _is_met(self) -> bool:
+        owner = self.group.owner
+        return not owner.board.missing(owner.number, self.key, self.operation)
+
+    def _settle(self, began: float) -> None:
+        owner, operation = self.group.owner, self.operation
+        sent = self._find_sender() if operation.kind == "recv" else None
+        if owner.machine is None:
+            done_s = owner.clock.now()
+            for member in operation.members if sent is None else ():
+                owner.board.log(member).forget(self.key)
+        else:
+            done_s = self.group.done_on(owner.machine, operation, sent or self.key)
+        self._settle_at(done_s, began)
+        if sent is not None and operation.peer is not None:
+            owner.board.log(operation.peer).forget(sent)
+        del owner.unsettled[id(operation)]
+
+    def _find_sender(self) -> Key:
+        """Under which key the message was sent that has arrived; for one from anyone, learn its sender."""
+        _, name, sender, receiver, tag, number = self.key
+        owner, operation = self.group.owner, self.operation
+        if sender is None:
+            sender = self._source_rank()
+            operation.peer = self.group.members[sender]
+            (*_, number), _ = owner.poster.issue(("recv", name, sender, receiver, tag), None)
+            owner.poster.issue(("resolved", name, None, receiver, tag), None)
+        assert operation.peer is not None
+        key = ("send", name, sender, receiver, tag, number)
+        sent = owner.board.log(operation.peer).find(key)
+        if sent is not None:
+            operation.sequence = sent.operation.sequence
+        return key
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -6,41 +6,50 @@ is restarted or killed, the connection closes and so does the process.
 
 from __future__ import annotations
 
+import gc
+import io
+import logging
+import math
 import os
+import pickle
 import random
+import shutil
 import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import cloudpickle
 import numpy as np
 import torch
 
+from lessons_lib.errors import PeerLostError
 from lessons_lib.machines import Machine
 from lessons_lib.spmd import _torch_internals, by_value, doctor
-from lessons_lib.spmd.board import Board, Poster
-from lessons_lib.spmd.clock import Clock, standing_still
+from lessons_lib.spmd.board import ENDED, FAILED, RUNNING, Board, Key, Poster
+from lessons_lib.spmd.clock import Clock, WallClock, standing_still
 from lessons_lib.spmd.current import be_in_this_process
 from lessons_lib.spmd.lines import LineFinder, know_cells, line_of_frame
 from lessons_lib.spmd.operation import Operation
-from lessons_lib.spmd.process_group import ProcessRankGroup
+from lessons_lib.spmd.process_group import ProcessRankGroup, ProcessWork
 from lessons_lib.spmd.recording import Ledger, recording
 from lessons_lib.timeline import Where
+
+JOB = "job"  # the file in the folder of the run
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the launcher asks of a rank."""
+    """What the launcher asks of all ranks."""
 
-    rank: int
     n_ranks: int
     pickled: bytes
-    folder: str  # of this run: the board and the store lie there
     backend: str
     seed: int
     n_threads: int
@@ -51,6 +60,7 @@ class Job:
     working_directory: str
     path: list[str]
     environment: dict[str, str]
+    log_level: int | None  # of the notebook's root logger, if it has been set up
 
 
 NOWHERE = Where("?", 0, "?")
@@ -61,6 +71,7 @@ class Account:
     """What a rank has done, told at its end."""
 
     operations: list[Operation] = field(default_factory=list)
+    keys: dict[int, Key] = field(default_factory=dict)  # of the operations that are still open
     ended_s: float = 0.0
     ledger: Ledger = field(default_factory=Ledger)
     where: Where = NOWHERE  # the line it had come to
@@ -69,26 +80,66 @@ class Account:
 class ProcessRank:
     """The rank that this process is."""
 
-    def __init__(self, job: Job, began: float) -> None:
-        self.number, self.n_ranks = job.rank, job.n_ranks
+    def __init__(self, job: Job, number: int, folder: Path, line: Line) -> None:
+        self.number, self.n_ranks, self.line = number, job.n_ranks, line
         self.backend, self.machine = job.backend, job.machine
-        self.clock = Clock(standing_still if job.machine else lambda: time.perf_counter() - began)
-        self.clock.catch_up(0.0)
+        self.clock = WallClock() if job.machine is None else Clock(standing_still)
         self.lines, self.ledger = LineFinder(), Ledger()
         self.operations: list[Operation] = []
+        self.unsettled: dict[int, ProcessWork] = {}
         self.n_messages: dict[Any, int] = {}
         self.n_groups: dict[Any, int] = {}
         self.regions: list[str] = []
-        self.link_free_s = 0.0
-        self.store = _torch_internals.file_store(f"{job.folder}/store", job.n_ranks)
-        self.poster = Poster(Board(Path(job.folder, "board"), job.n_ranks), job.rank)
+        self.store = _torch_internals.file_store(str(folder / "store"), job.n_ranks)
+        self.board = Board(folder, job.n_ranks, reader=number)
+        self.poster = Poster(self.board, folder, number)
 
     def region(self) -> str:
         return "/".join(self.regions)
 
+    def begin(self) -> None:
+        """Wait until all ranks are ready; that moment is zero on the clock of each."""
+        self.poster.ready(time.perf_counter_ns())
+        while (ready_ns := self.board.all_ready_ns()) is None:
+            time.sleep(0.0005)
+        if isinstance(self.clock, WallClock):
+            self.clock.begin(ready_ns / 1e9)
+        self.poster.status(RUNNING)
+
+    @contextmanager
+    def waiting(self, place: int) -> Iterator[None]:
+        """Say on the board that this rank waits in the operation at ``place`` of its log."""
+        error = sys.exc_info()[1]
+        self.poster.waits(place, doctor.cleaning_up(self.number, error) if error else "")
+        yield
+        self.poster.status(RUNNING)  # unless it broke off: then this is where the rank stands
+
+    def wait_until(self, met: Callable[[], bool], place: int) -> None:
+        if not met():
+            with self.waiting(place):
+                while not met():
+                    time.sleep(0.0005)
+
+    def stop(self, why: Key | str) -> NoReturn:
+        """Stop all ranks, which disagree in a collective or as a report says."""
+        error = sys.exc_info()[1]
+        self.poster.status(FAILED)
+        self.line.send("mismatch", why, doctor.cleaning_up(self.number, error) if error else "")
+        while True:
+            time.sleep(60)  # until the launcher ends this process
+
     def account(self) -> Account:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        return Account(self.operations, self.clock.now(), self.ledger, line_of_frame(frame))
+        waits_in = self.board.waits_in(self.number)
+        operations, keys = list(self.operations), {}
+        for index, operation in enumerate(operations):
+            work = self.unsettled.get(id(operation))
+            if work is not None:
+                keys[index] = work.key
+                if waits_in and waits_in[0] == work.key:
+                    operations[index] = replace(operation, waited_s=math.inf)
+        ledger = Ledger(dict(self.ledger.flops), list(self.ledger.live_bytes))
+        return Account(operations, keys, self.clock.now(), ledger, line_of_frame(frame))
 
 
 @dataclass
@@ -99,11 +150,12 @@ class Line:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, *message: Any) -> None:
+        data = pickle.dumps(message, protocol=5)
         with self.lock:
-            self.connection.send_bytes(cloudpickle.dumps(message))
+            self.connection.send_bytes(data)
 
 
-class Told:
+class Told(io.TextIOBase):
     """A text stream that tells the launcher what is written to it."""
 
     encoding = "utf-8"
@@ -116,12 +168,6 @@ class Told:
             self._line.send("wrote", self._name, text)
         return len(text)
 
-    def flush(self) -> None:
-        pass
-
-    def isatty(self) -> bool:
-        return False
-
     def writable(self) -> bool:
         return True
 
@@ -130,70 +176,119 @@ def serve(connection: Connection) -> None:
     """Do the one job that comes through ``connection``, and end with the launcher's word."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the launcher's to handle
     line = Line(connection)
-    job: Job = cloudpickle.loads(connection.recv_bytes())
-    rank = _become(job)
-    threading.Thread(target=_listen, args=(line, rank), daemon=True).start()
+    number, folder = pickle.loads(connection.recv_bytes())
     sys.stdout, sys.stderr = Told(line, "stdout"), Told(line, "stderr")
+    rank: ProcessRank | None = None
     try:
+        job: Job = pickle.loads(Path(folder, JOB).read_bytes())
+        _become(job, number)
+        rank = ProcessRank(job, number, Path(folder), line)
+        threading.Thread(target=_listen, args=(line, rank, folder), daemon=True).start()
+        be_in_this_process(rank)
         everybody = tuple(range(job.n_ranks))
         _torch_internals.become_default_group(ProcessRankGroup(rank, "0", "world", everybody))
         fn, args = by_value.unpack(job.pickled)
+        rank.begin()
         with recording(job.record, job.machine, rank.clock, rank.region, rank.ledger, (fn, args)):
             value = fn(*args)
             _torch_internals.await_results(value)
-        rank.poster.state("ended")
-        _answer(line, "returned", value, rank)
+        _returned(line, value, rank)
     except SystemExit as end:
-        rank.poster.state("ended")
-        if end.code in (None, 0):
-            _answer(line, "returned", None, rank)
+        if end.code in (None, 0) and rank is not None:
+            _returned(line, None, rank)
         else:
-            _answer(line, "raised", end, rank)
+            _raised(line, number, end, rank)
     except BaseException as error:
-        rank.poster.state("failed")
-        _answer(line, "raised", error, rank)
+        _raised(line, number, error, rank)
     threading.Event().wait()  # until the launcher lets go: others may still need this rank
 
 
-def _answer(line: Line, what: str, value: Any, rank: ProcessRank) -> None:
-    report = "\n".join(doctor.traceback_of(rank.number, value)) if what == "raised" else ""
+def _returned(line: Line, value: Any, rank: ProcessRank) -> None:
+    rank.poster.status(ENDED)
     try:
-        line.send(what, value, report, rank.account())
+        data = by_value.dumps(value)
     except Exception as error:
-        if what == "raised":  # an exception that cannot travel is told in words
-            line.send(what, None, report, rank.account())
-        else:
-            refusal = TypeError(f"what the rank returned cannot travel back to the notebook: {error}")
-            line.send("raised", refusal, f"rank {rank.number} raised TypeError: {refusal}", rank.account())
+        refusal = TypeError(f"what the rank returned cannot travel back to the notebook: {error}")
+        _raised(line, rank.number, refusal, rank)
+    else:
+        line.send("returned", data, rank.account())
 
 
-def _listen(line: Line, rank: ProcessRank) -> None:
+def _raised(line: Line, number: int, error: BaseException, rank: ProcessRank | None) -> None:
+    if rank is not None and not isinstance(error, PeerLostError):
+        rank.poster.status(FAILED)
+    report = "\n".join(doctor.traceback_of(number, error))
+    line.send("raised", _pickled_error(error), report, rank.account() if rank else Account())
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    """An exception as bytes from which the notebook can make it again; nothing if that cannot be."""
+    bare = error.with_traceback(None)
+    for thing in (bare, Rebuilt(type(bare), bare.args, dict(vars(bare)))):
+        try:
+            data = by_value.dumps(thing)
+            if isinstance(pickle.loads(data), BaseException | Rebuilt):
+                return data
+        except Exception:  # a constructor that wants more than its args, a field that cannot be copied
+            continue
+    return b""
+
+
+@dataclass
+class Rebuilt:
+    """An exception that cannot be made by calling its type."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    fields: dict[str, Any]
+
+    def error(self) -> BaseException:
+        error = self.kind.__new__(self.kind, *self.args)
+        error.args = self.args
+        vars(error).update(self.fields)
+        return error
+
+
+def _listen(line: Line, rank: ProcessRank, folder: str) -> None:
     """Tell what this rank has done if the launcher asks; end when it lets go."""
     try:
         while line.connection.recv_bytes() == b"account":
             line.send("account", rank.account())
     except (EOFError, OSError):
         pass
-    os._exit(0)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # a launcher that was killed has left it
+        os._exit(0)
 
 
-def _become(job: Job) -> ProcessRank:
-    """Make this process the rank of a job: its place, its environment, its random state."""
-    began = time.perf_counter()
+def _become(job: Job, number: int) -> None:
+    """Make this process a rank of a job: its place, its environment, its random state."""
     os.chdir(job.working_directory)
     os.environ.clear()
     os.environ.update(job.environment)
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(job.rank)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(number)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(job.n_ranks)
     sys.path[:] = job.path
+    sys.modules["__main__"] = types.ModuleType("__main__")
     know_cells(job.cells)
+    if job.log_level is not None:
+        logging.basicConfig(level=job.log_level, stream=sys.stderr)
     torch.set_num_threads(job.n_threads)
     torch.set_default_dtype(job.default_dtype)
-    torch.manual_seed(job.seed)
-    np.random.seed(job.seed)
-    random.seed(job.seed)
+    _seed_all(job.seed)
     if job.backend == "nccl":
-        torch.cuda.set_device(job.rank)
-    rank = ProcessRank(job, began)
-    be_in_this_process(rank)
-    return rank
+        torch.cuda.set_device(number)
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def warm_up() -> None:
+    """Do once, before ranks are forked, what would take the first time of each of them."""
+    _seed_all(0)  # loads more of torch and of numpy
+    torch.ones(2).sum().item()
+    gc.collect()
+    gc.freeze()  # the collector of a rank need not touch, and so copy, the memory it shares

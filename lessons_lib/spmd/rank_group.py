@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 
 from lessons_lib.spmd._torch_internals import (
     AllgatherOptions,
+    AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
     ProcessGroup,
@@ -33,7 +34,8 @@ from lessons_lib.timeline import elements_sent, ranks_text
 
 Tensors = Sequence[Tensor]
 Exchange = Callable[[list[list[Tensor]]], list[list[Tensor]]]  # what each rank sent -> what each receives
-Native = Callable[[Any], list[Work]]  # asks a communication library's group
+# asks a communication library's group for the same, with tensors as the transport has laid them out
+Native = Callable[[Any, Tensors, Tensors], list[Work]]
 
 REDUCTIONS: dict[Any, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     ReduceOp.SUM: ("sum", torch.add),
@@ -137,8 +139,11 @@ class RankGroup(ProcessGroup):
         def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
             return self._to_all([combine(list(terms)) for terms in zip(*sent, strict=True)])
 
-        def native(group: Any) -> list[Work]:
-            return [group.allreduce([tensor], opts) for tensor in tensors]
+        def native(group: Any, inputs: Tensors, outputs: Tensors) -> list[Work]:
+            options = AllreduceOptions()
+            if opts is not None:
+                options.reduceOp = opts.reduceOp
+            return [group.allreduce([tensor], options) for tensor in inputs]
 
         return self._collective("all_reduce", tensors, tensors, exchange, native, reduction=name)
 
@@ -157,7 +162,7 @@ class RankGroup(ProcessGroup):
             tensors,
             outputs,
             exchange,
-            lambda group: [group.reduce(tensors, opts)],
+            lambda group, inputs, outputs: [group.reduce(inputs, opts)],
             root=root,
             reduction=name,
         )
@@ -170,7 +175,12 @@ class RankGroup(ProcessGroup):
 
         outputs = [] if self.index == root else tensors
         return self._collective(
-            "broadcast", tensors, outputs, exchange, lambda group: [group.broadcast(tensors, opts)], root=root
+            "broadcast",
+            tensors,
+            outputs,
+            exchange,
+            lambda group, inputs, outputs: [group.broadcast(inputs, opts)],
+            root=root,
         )
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
@@ -180,7 +190,7 @@ class RankGroup(ProcessGroup):
             inputs,
             outputs[0],
             lambda sent: self._to_all([s[0] for s in sent]),
-            lambda group: [group.allgather(outputs, inputs, opts or AllgatherOptions())],
+            lambda group, inputs, outputs: [group.allgather([outputs], inputs, opts or AllgatherOptions())],
             parts=self.size(),
         )
 
@@ -192,7 +202,7 @@ class RankGroup(ProcessGroup):
             flat = ([part.reshape(-1) for part in parts] for parts in zip(*sent, strict=True))
             return self._to_all([torch.cat(parts) for parts in flat])
 
-        def native(group: Any) -> list[Work]:
+        def native(group: Any, inputs: Tensors, outputs: Tensors) -> list[Work]:
             options = opts or AllgatherOptions()
             return [group._allgather_base(o, i, options) for o, i in zip(outputs, inputs, strict=True)]
 
@@ -213,7 +223,7 @@ class RankGroup(ProcessGroup):
             inputs[0],
             outputs,
             exchange,
-            lambda group: [group.reduce_scatter(outputs, inputs, opts)],
+            lambda group, inputs, outputs: [group.reduce_scatter(outputs, [inputs], opts)],
             reduction=name,
         )
 
@@ -229,7 +239,7 @@ class RankGroup(ProcessGroup):
             sums = [combine([term.reshape(-1) for term in terms]) for terms in zip(*sent, strict=True)]
             return [[whole.chunk(self.size())[index] for whole in sums] for index in range(self.size())]
 
-        def native(group: Any) -> list[Work]:
+        def native(group: Any, inputs: Tensors, outputs: Tensors) -> list[Work]:
             return [group._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
 
         return self._collective("reduce_scatter", inputs, outputs, exchange, native, reduction=name)
@@ -251,7 +261,9 @@ class RankGroup(ProcessGroup):
             inputs,
             received,
             exchange,
-            lambda group: [group.gather(outputs, inputs, opts)],
+            lambda group, inputs, outputs: [
+                group.gather([outputs] if self.index == root else [], inputs, opts)
+            ],
             root=root,
             parts=self.size(),
         )
@@ -270,7 +282,9 @@ class RankGroup(ProcessGroup):
             sent_here,
             outputs,
             exchange,
-            lambda group: [group.scatter(outputs, inputs, opts)],
+            lambda group, inputs, outputs: [
+                group.scatter(outputs, [inputs] if self.index == root else [], opts)
+            ],
             root=root,
             counted=outputs,
             parts=self.size(),
@@ -279,9 +293,7 @@ class RankGroup(ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         self._one_for_each(outputs, "all_to_all receives")
         self._one_for_each(inputs, "all_to_all sends")
-        return self._all_to_all(
-            outputs, inputs, lambda group: [group.alltoall(outputs, inputs, opts or AllToAllOptions())]
-        )
+        return self._all_to_all(outputs, inputs, opts)
 
     def all_to_all_single(
         self,
@@ -301,24 +313,31 @@ class RankGroup(ProcessGroup):
         return self._all_to_all(
             self._one_for_each(outputs, "all_to_all receives"),
             self._one_for_each(inputs, "all_to_all sends"),
-            lambda group: [
-                group.alltoall_base(
-                    output,
-                    input,
-                    list(output_split_sizes or ()),
-                    list(input_split_sizes or ()),
-                    opts or AllToAllOptions(),
-                )
-            ],
+            opts,
         )
 
     alltoall_base = all_to_all_single
 
-    def _all_to_all(self, outputs: Tensors, inputs: Tensors, native: Native) -> Work:
+    def _all_to_all(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         def exchange(sent: list[list[Tensor]]) -> list[list[Tensor]]:
             return [list(parts) for parts in zip(*sent, strict=True)]
 
-        return self._collective("all_to_all", inputs, outputs, exchange, native)
+        return self._collective(
+            "all_to_all",
+            inputs,
+            outputs,
+            exchange,
+            # a transport lays out the pieces of all ranks end to end, in one tensor each
+            lambda group, sent, received: [
+                group.alltoall_base(
+                    received[0],
+                    sent[0],
+                    [piece.numel() for piece in outputs],
+                    [piece.numel() for piece in inputs],
+                    opts or AllToAllOptions(),
+                )
+            ],
+        )
 
     def barrier(self, opts: Any = None) -> Work:
         return self._collective(
@@ -326,7 +345,7 @@ class RankGroup(ProcessGroup):
             [],
             [],
             lambda sent: self._to_all([]),
-            lambda group: [group.barrier(opts or BarrierOptions())],
+            lambda group, inputs, outputs: [group.barrier(opts or BarrierOptions())],
         )
 
     def _collective(
@@ -444,7 +463,7 @@ class RankGroup(ProcessGroup):
             self.index,
             self._place(dstRank, "send", "rank"),
             tag,
-            lambda group: [group.send(tensors, dstRank, tag)],
+            lambda group, inputs, outputs: [group.send(inputs, dstRank, tag)],
         )
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
@@ -454,12 +473,17 @@ class RankGroup(ProcessGroup):
             self._place(srcRank, "recv", "rank"),
             self.index,
             tag,
-            lambda group: [group.recv(tensors, srcRank, tag)],
+            lambda group, inputs, outputs: [group.recv(outputs, srcRank, tag)],
         )
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         return self._message(
-            "recv", tensors, None, self.index, tag, lambda group: [group.recv_anysource(tensors, tag)]
+            "recv",
+            tensors,
+            None,
+            self.index,
+            tag,
+            lambda group, inputs, outputs: [group.recv_anysource(outputs, tag)],
         )
 
     def _message(

@@ -28,6 +28,7 @@ class Run:
     transport: str = "threads"
     error: BaseException | None = field(default=None, repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)  # what ranks began and left unfinished
+    questions: tuple[str, ...] = field(default=(), repr=False)  # calls that may be in the wrong order
 
     def picture(self, theme: str = "light") -> Figure:
         """One lane per rank, with messages as arrows and what each returned; the traffic table below."""

@@ -62,10 +62,10 @@ from lessons_lib.spmd._torch_internals import AllgatherOptions, Work, native_gro
 from lessons_lib.spmd.clock import Clock
 from lessons_lib.spmd.current import be_in_this_process, current_number
 from lessons_lib.spmd.doctor import Creation, RankStatus
+from lessons_lib.spmd.library import Asked, LibraryWork, ask, first_line
 from lessons_lib.spmd.lines import LineFinder, line_of_frame
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.output import labelled
-from lessons_lib.spmd.process_group import ProcessWork
 from lessons_lib.spmd.process_rank import Account
 from lessons_lib.spmd.processes import Ended
 from lessons_lib.spmd.rank_group import Exchange, Native, RankGroup, Tensors
@@ -333,7 +333,7 @@ class TorchrunRank:
         return "/".join(self.regions)
 
     def account(self) -> Account:
-        return Account(self.operations, self.clock.now(), self.ledger)
+        return Account(self.operations, ended_s=self.clock.now(), ledger=self.ledger)
 
     # ---- going wrong ----
 
@@ -476,13 +476,12 @@ class TorchrunRank:
         self.natives.clear()
         own = self.cause if failure is not None and failure.rank == self.number else None
         ended_by = None if failure is None else shown_by(failure.rank, failure.error(own))
-        accounts = [reports[rank].account if rank in reports else None for rank in range(self.n_ranks)]
+        accounts = [reports[rank].account if rank in reports else Account() for rank in range(self.n_ranks)]
         return Ended(
             values=[reports[rank].value if rank in reports else None for rank in range(self.n_ranks)],
             returned=[rank in reports and reports[rank].returned for rank in range(self.n_ranks)],
             accounts=accounts,
             failure=ended_by,
-            standing=[],
         )
 
 
@@ -649,7 +648,7 @@ class TorchrunGroup(RankGroup):
                 self._mismatch(disagreement)
             if self.index == 0 and operation.sequence > LAG:
                 self.owner.store.delete_key(f"{prefix}{operation.sequence - LAG}")
-        return TorchrunWork(self, operation, (), self._ask(operation, native), list(outputs) or list(inputs))
+        return TorchrunWork(self, operation, self._ask(operation, inputs, outputs, exchange, native))
 
     def _issue_message(
         self,
@@ -672,7 +671,8 @@ class TorchrunGroup(RankGroup):
                 sent, received = (first, operation) if first.kind == "send" else (operation, first)
                 if (sent.n_elements, sent.dtypes) != (received.n_elements, received.dtypes):
                     self._mismatch(doctor.different_message(sent, received))
-        return TorchrunWork(self, operation, (), self._ask(operation, native), list(tensors))
+        inputs, outputs = (tensors, []) if operation.kind == "send" else ([], tensors)
+        return TorchrunWork(self, operation, self._ask(operation, inputs, outputs, lambda sent: sent, native))
 
     def _first(self, key: str, mine: Any) -> Any:
         """What the first rank to come has put under ``key``; this one's, if it is the first."""
@@ -683,44 +683,39 @@ class TorchrunGroup(RankGroup):
         self.owner.fail("MismatchError", report)
         raise Stopped
 
-    def _ask(self, operation: Operation, native: Native) -> list[Work]:
+    def _ask(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, exchange: Exchange, native: Native
+    ) -> Asked:
         operation.met = True  # the library answers when the other side has come
         try:
-            return native(self.native)
+            return ask(self.native, self, operation, inputs, outputs, exchange, native)
         except RuntimeError as error:
             if self.owner.failure():
                 raise Stopped from None
-            raise RuntimeError(
-                f"{self.owner.backend} cannot do {operation}: {str(error).splitlines()[0]}"
-            ) from error
+            raise RuntimeError(f"{self.owner.backend} cannot do {operation}: {first_line(error)}") from error
 
 
-class TorchrunWork(ProcessWork):
+class TorchrunWork(LibraryWork):
     """The handle of an operation: what the library says is true."""
 
     group: TorchrunGroup
 
-    def wait(self, timeout: Any = None) -> bool:
-        owner, began = self.group.owner, self.group.owner.clock.now()
+    def _wait(self) -> None:
+        owner = self.group.owner
         owner.waits_in = self.operation
         try:
-            for work in self._works:
-                work.wait()
+            self._await_library()
         except RuntimeError as error:
             raise owner.broke_off(str(self.operation), error) from None
         finally:
             owner.waits_in = None
-        self._settle(began)
-        return True
-
-    def _is_received(self) -> bool:
-        return True
 
     def _settle(self, began: float) -> None:
-        operation, settled = self.operation, self._settled
-        from_anyone = operation.kind == "recv" and operation.peer is None
+        operation = self.operation
+        if operation.kind == "recv" and operation.peer is None:
+            # now it is known which message came: the next one from that rank
+            peer = self._source_rank()
+            operation.peer = operation.members[peer]
+            counts, key = self.group.owner.n_messages, (self.group.label, operation.members, "recv", peer)
+            counts[key] = operation.sequence = counts.get(key, 0) + 1
         super()._settle(began)
-        if from_anyone and not settled:  # now it is known which message came: the next one from that rank
-            counts, key = self.group.owner.n_messages, (self.group.label, operation.members, "recv")
-            peer = operation.members.index(operation.peer or 0)
-            counts[*key, peer] = operation.sequence = counts.get((*key, peer), 0) + 1

@@ -2,23 +2,25 @@
 
 It is started once per kernel. The launcher sends it the ends of some connections; it forks one
 child for each, which serves it, and tells how each child ended. Where a system cannot fork, or not
-safely, ranks are started one by one instead: ``python -m lessons_lib.spmd.zygote ADDRESS``.
+safely, ranks are started one by one instead: ``python -m lessons_lib.spmd.zygote rank PORT NUMBER``.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import pickle
 import selectors
 import signal
 import socket
 import sys
-from multiprocessing.connection import Client, Connection
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 from lessons_lib.spmd import process_rank
 
-MOST_AT_ONCE = 253  # file descriptors that one message may carry
+GRACE_S = 1.0  # how long ranks may take to notice that the launcher is gone
+MOST_AT_ONCE = 200  # file descriptors that one message may carry: the system allows 253
 
 
 def fork_on_request(control: socket.socket) -> None:
@@ -30,14 +32,16 @@ def fork_on_request(control: socket.socket) -> None:
         for key, _ in selector.select():
             if key.fileobj is control:
                 descriptors = _requested(control)
+                if not descriptors:
+                    _end(list(children.values()))
                 pids = [_fork(descriptor, control, descriptors) for descriptor in descriptors]
                 for descriptor in descriptors:
                     os.close(descriptor)
+                _tell(control, ("started", pids))
                 for pid in pids:
                     watched = os.pidfd_open(pid)
                     children[watched] = pid
                     selector.register(watched, selectors.EVENT_READ)
-                _tell(control, ("started", pids))
             else:
                 watched = key.fd
                 selector.unregister(watched)
@@ -47,14 +51,23 @@ def fork_on_request(control: socket.socket) -> None:
 
 
 def _requested(control: socket.socket) -> list[int]:
-    """The ends of connections for new ranks; does not return if the launcher is gone."""
+    """The ends of connections for new ranks; none if the launcher is gone."""
     try:
         _, descriptors, *_ = socket.recv_fds(control, 1, MOST_AT_ONCE)
     except OSError:
-        descriptors = []
-    if not descriptors:
-        os._exit(0)
-    return descriptors
+        return []
+    return list(descriptors)
+
+
+def _end(children: list[int]) -> None:
+    """The launcher is gone: let its ranks notice that and end, end those that do not, and end."""
+    until = time.perf_counter() + GRACE_S
+    while children and time.perf_counter() < until:
+        children = [pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+        time.sleep(0.01)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)
 
 
 def _fork(descriptor: int, control: socket.socket, descriptors: list[int]) -> int:
@@ -73,17 +86,25 @@ def _fork(descriptor: int, control: socket.socket, descriptors: list[int]) -> in
 
 def _tell(control: socket.socket, message: object) -> None:
     data = pickle.dumps(message)
-    control.sendall(len(data).to_bytes(4, "little") + data)
+    with suppress(OSError):  # the launcher has gone, which the next look at the connection tells
+        control.sendall(len(data).to_bytes(4, "little") + data)
+
+
+def serve_alone(port: int, number: int, key: bytes) -> None:
+    """Be one rank, on a system that does not fork."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(key + number.to_bytes(4, "little"))
+        descriptor = connection.detach()
+    process_rank.serve(Connection(descriptor))
 
 
 def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if arguments[0] == "fork":
+        process_rank.warm_up()
         fork_on_request(socket.socket(fileno=int(arguments[1])))
-    else:  # one rank, on a system that does not fork
-        address = ast.literal_eval(arguments[0])
-        key = sys.stdin.buffer.read()
-        process_rank.serve(Client(address, authkey=key))
+    else:
+        serve_alone(int(arguments[1]), int(arguments[2]), sys.stdin.buffer.read())
 
 
 if __name__ == "__main__":
