@@ -1,154 +1,307 @@
-"""Virtual time, FLOPs and memory: exact where they can be, on threads and on processes."""
+"""Virtual time: exact, and the same on thread ranks and on process ranks."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lessons_lib import compute, region, run
 from lessons_lib.errors import RefusedError
-from lessons_lib.machines import GPUS, Link, Machine, machine
+from lessons_lib.machines import Link, Machine, machine
+from lessons_lib.spmd.clock import Clock, WallClock, standing_still
+from lessons_lib.spmd.trace import Trace
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["threads", "processes"])
+TRANSPORTS = ("threads", "processes")
+FREE = Machine("free")
+GRID = Machine(
+    "two boxes",
+    flops_per_s=2.0**30,
+    n_nodes=2,
+    gpus_per_node=2,
+    in_node=Link(0.25, 64.0),
+    between_nodes=Link(1.0, 16.0),
+)
 
 
-def gpipe(n_microbatches: int, forward_s: float, backward_s: float) -> None:
-    """A pipeline in which every stage takes the same time."""
-    rank, last, x = dist.get_rank(), dist.get_world_size() - 1, torch.zeros(1)
-    for _ in range(n_microbatches):
-        if rank > 0:
-            dist.recv(x, rank - 1)
+@pytest.fixture(scope="module", autouse=True)
+def _steps_travel_by_value() -> Iterator[None]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def me() -> int:
+    return dist.get_rank()
+
+
+def size() -> int:
+    return dist.get_world_size()
+
+
+def done(trace: Trace, rank: int) -> list[float]:
+    return [event.done_s for event in trace.events if event.rank == rank]
+
+
+# ---- the clock itself ----
+
+
+@given(st.lists(st.tuples(st.sampled_from(["advance", "catch_up"]), st.integers(0, 20))))
+def test_a_clock_that_stands_still_is_moved_and_never_back(moves: list[tuple[str, int]]) -> None:
+    clock, expected = Clock(standing_still), 0
+    for name, seconds in moves:
+        getattr(clock, name)(seconds)
+        expected = expected + seconds if name == "advance" else max(expected, seconds)
+        assert clock.now() == expected
+
+
+def test_a_clock_runs_while_its_rank_does() -> None:
+    time = [10.0]
+    clock = Clock(lambda: time[0])
+    time[0] += 2
+    with clock.halted():
+        time[0] += 100
+        with clock.halted():
+            time[0] += 100
+        time[0] += 100
+    time[0] += 1
+    assert clock.now() == 3
+    clock.halt()
+    with clock.halted():
+        time[0] += 5
+    time[0] += 5
+    assert clock.now() == 3
+    clock.resume()
+    clock.resume()
+    time[0] += 1
+    assert clock.now() == 4
+
+
+def test_the_wall_clock_does_not_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = [10.0]
+    monkeypatch.setattr("lessons_lib.spmd.clock.time.perf_counter", lambda: time[0])
+    clock = WallClock(lambda: time[0])
+    clock.begin(8.0)
+    with clock.halted():
+        time[0] += 5
+    clock.catch_up(100.0)
+    assert clock.now() == 7
+
+
+def test_compute_needs_a_machine_and_no_negative_time() -> None:
+    with pytest.raises(RefusedError, match=r"compute\(1\) moves a virtual clock, and this run's is measured"):
+        run(lambda: compute(1), ranks=1)
+    with pytest.raises(RefusedError, match=r"compute\(-1\): give 0 seconds or more"):
+        run(lambda: compute(-1), ranks=1, machine=FREE)
+    compute(1)  # without ranks: nothing
+
+
+# ---- programs ----
+
+
+def gpipe(m: int, forward_s: float, backward_s: float) -> None:
+    x = torch.ones(2)
+    first, last = me() == 0, me() == size() - 1
+    for _ in range(m):
+        if not first:
+            dist.recv(x, me() - 1)
         compute(forward_s)
-        if rank < last:
-            dist.send(x, rank + 1)
-    for _ in range(n_microbatches):
-        if rank < last:
-            dist.recv(x, rank + 1)
+        if not last:
+            dist.send(x, me() + 1)
+    for _ in range(m):
+        if not last:
+            dist.recv(x, me() + 1)
         compute(backward_s)
-        if rank > 0:
-            dist.send(x, rank - 1)
+        if not first:
+            dist.send(x, me() - 1)
 
 
-@TRANSPORTS
-@pytest.mark.parametrize("p, m", [(2, 3), (4, 8), (3, 1)])
-def test_a_toy_pipeline_takes_the_textbooks_time(p: int, m: int, transport: str) -> None:
-    result = run(gpipe, m, 1.0, 2.0, ranks=p, machine=Machine("free"), transport=transport)
-    assert result.trace.timeline.makespan == (m + p - 1) * 3.0
-    assert result.trace.timeline.clock == "virtual (free)"
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("p, m", [(1, 3), (2, 1), (3, 4), (4, 40)])
+def test_gpipe_takes_what_the_formula_says(transport: str, p: int, m: int) -> None:
+    forward_s, backward_s = 0.25, 0.5
+    result = run(gpipe, m, forward_s, backward_s, ranks=p, transport=transport, machine=FREE)
+    timeline = result.trace.timeline
+    assert timeline.makespan == (m + p - 1) * (forward_s + backward_s)
+    assert timeline.clock == "virtual (free)" and result.trace.clock == timeline.clock
+    assert [timeline.end_of(0), result.trace.ended_s[0]] == [timeline.makespan] * 2
+    if p > 1:
+        busy = m * (forward_s + backward_s)
+        waited = [sum(e.waited_s for e in result.trace.events if e.rank == rank) for rank in range(p)]
+        assert waited[0] == timeline.makespan - busy
+        assert Fraction(waited[0]) / Fraction(timeline.makespan) == Fraction(p - 1, m + p - 1)
 
 
-@TRANSPORTS
-def test_collectives_cost_what_the_ring_says_and_hide_behind_work(transport: str) -> None:
-    box = Machine("box", in_node=Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9))
-
-    def step(work_s: float) -> None:
-        handle = dist.all_reduce(torch.ones(1000), async_op=True)
-        compute(work_s)
-        assert handle is not None
-        handle.wait()
-
-    alone = 6e-6 + 2 * 3 / 4 * 4000 / 1e9
-    for work_s in (0.0, alone / 2, 2 * alone):
-        result = run(step, work_s, ranks=4, machine=box, transport=transport)
-        assert result.trace.timeline.makespan == pytest.approx(max(work_s, alone), rel=1e-12)
-
-
-def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
-    two = Machine("two", n_nodes=2, gpus_per_node=2, in_node=Link(1.0, 1e9), between_nodes=Link(10.0, 1e9))
-    assert two.collective_s("all_gather", 0, (0, 1)) == 1.0
-    assert two.collective_s("all_gather", 0, (1, 2)) == 10.0
-    assert two.collective_s("all_reduce", 0, (0, 1, 2, 3)) == 60.0
-    assert two.collective_s("barrier", 0, (3,)) == 0.0
-
-
-def test_named_machines() -> None:
-    for name, (flops_per_s, memory_bytes, *_) in GPUS.items():
-        box = machine(f"2x4x{name}")
-        assert (box.n_gpus, box.flops_per_s, box.memory_bytes) == (8, flops_per_s, memory_bytes)
-        assert box.link(0, 3) == box.in_node and box.link(3, 4) == box.between_nodes
-    for wrong in ("H100", "8xH1000", "0xH100", "8 x H100", "8xh100"):
-        with pytest.raises(RefusedError, match="known GPUs: V100, A100"):
-            machine(wrong)
-    with pytest.raises(RefusedError, match="a GPU for every rank"):
-        run(lambda: None, ranks=3, machine="2xH100")
-
-
-def test_buckets_of_data_parallel_overlap_with_backward() -> None:
-    slow = Machine("slow", flops_per_s=1e9, in_node=Link(0.0, 1e8))
-
-    def step(bucket_mb: float) -> None:
-        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
-        parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
-        for _ in range(2):  # torch cuts its buckets after the first step
-            parallel(torch.randn(64, 256)).sum().backward()
-
-    def seconds(bucket_mb: float) -> float:
-        return run(step, bucket_mb, ranks=2, machine=slow).trace.timeline.makespan
-
-    one_bucket = 4 * 8 * 256 * 256 / 1e8  # all gradients at the end; of four buckets, three hide behind work
-    assert seconds(100.0) - seconds(0.3) == pytest.approx(3 / 4 * one_bucket, rel=1e-4)
-
-
-def test_compute_needs_a_virtual_clock_and_no_ranks_at_all() -> None:
+def under_way() -> None:
+    """Two sums of 64 bytes one after the other on the link, beside 3 seconds of work and then 1 more."""
+    x, y = torch.ones(16), torch.ones(16)
+    works: list[Any] = [dist.all_reduce(x, async_op=True)]
+    compute(1.0 + me())
+    works.append(dist.all_reduce(y, async_op=True))
     compute(1.0)
-    with pytest.raises(RefusedError, match=r"compute\(1\.0\) moves a virtual clock.*machine="):
-        run(lambda: compute(1.0), ranks=2)
-    with pytest.raises(RefusedError, match="0 seconds or more"):
-        run(lambda: compute(-1.0), ranks=2, machine=Machine("free"))
+    for work in works:
+        work.wait()
 
 
-@TRANSPORTS
-def test_flops_and_memory_are_counted(transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_asynchronous_communication_runs_beside_the_work(transport: str) -> None:
+    """An all-reduce of 64 bytes on 2 ranks: 2 rounds of 0.25 s, and 64 bytes at 64 bytes/s: 1.5 s."""
+    trace = run(under_way, ranks=2, transport=transport, machine=GRID).trace
+    assert done(trace, 0) == done(trace, 1) == [1.5, 3.5]  # the second begins when rank 1 comes, at 2
+    first, second = trace.collectives(0)
+    assert (first.issued_s, first.waited_s, second.issued_s, second.waited_s) == (0, 0, 1, 1.5)
+    assert [e.waited_s for e in trace.collectives(1)] == [0, 0.5]
+    assert trace.timeline.makespan == 3.5
+
+
+def one_after_the_other() -> None:
+    works: list[Any] = [dist.all_reduce(torch.ones(16), async_op=True) for _ in range(40)]
+    for work in reversed(works):
+        work.wait()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_link_carries_one_collective_at_a_time(transport: str) -> None:
+    trace = run(one_after_the_other, ranks=2, transport=transport, machine=GRID).trace
+    assert done(trace, 1) == [1.5 * (k + 1) for k in range(40)]
+    assert trace.timeline.makespan == 60
+
+
+def between_boxes() -> list[float]:
+    x = torch.ones(16)
+    for members in ([0, 1], [1, 2]):
+        group = dist.new_group(members)
+        if me() in members:
+            dist.all_reduce(x, group=group)
+    dist.barrier()
+    if me() in (0, 3):
+        dist.send(x, 1 if me() == 0 else 2)
+    else:
+        dist.recv(x, 0 if me() == 1 else 3)
+    if me() == 1:
+        work = dist.isend(x, 2)
+        compute(0.125)
+        assert work is not None
+        work.wait()
+    elif me() == 2:
+        dist.recv(x)
+    return []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_links_inside_and_between_boxes(transport: str) -> None:
+    trace = run(between_boxes, ranks=4, transport=transport, machine=GRID).trace
+    across = 1.5 + 2 * 1.0 + 64 / 16  # after the sum in the box, two rounds and 64 bytes
+    met = across + 6 * 1.0  # a barrier of four: six rounds without bytes
+    inside = met + 0.25 + 1.0
+    assert done(trace, 0) == [1.5, met, met]
+    assert done(trace, 1) == [1.5, across, met, inside, inside]
+    assert done(trace, 2) == [across, met, inside, inside + 1.0 + 4.0]
+    assert trace.ended_s[1] == inside + 0.125 and trace.ended_s[2] == trace.timeline.makespan
+    for message in trace.timeline.messages:
+        assert message.sent < message.received
+    assert {(message.source, message.destination) for message in trace.timeline.messages} == {
+        (0, 1),
+        (3, 2),
+        (1, 2),
+    }
+
+
+def data_parallel(bucket_cap_mb: float, d: int) -> int:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(d, d, bias=False) for _ in range(4)))
+    parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    x = torch.randn(8, d)
+    for name in ("warm-up", "step"):  # torch makes the buckets anew after the first
+        with region(name):
+            parallel(x).sum().backward()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def step_s(trace: Trace, rank: int) -> tuple[float, int]:
+    """Seconds of the second step, and its number of buckets."""
+    sums = [e for e in trace.collectives(rank) if e.kind == "all_reduce" and e.n_elements > 1]
+    before = max(e.done_s for e in sums if e.region == "warm-up")
+    return trace.ended_s[rank] - before, sum(e.region == "step" for e in sums)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_buckets_of_data_parallel_overlap_with_backward(transport: str) -> None:
+    """One bucket is summed after backward, several while it goes on."""
+    d = 64
+    box = Machine("box", flops_per_s=2.0**22, in_node=Link(0.0, 2.0**18))
+    seconds = {}
+    for cap_mb in (25.0, 0.01):
+        result = run(data_parallel, cap_mb, d, ranks=2, transport=transport, machine=box)
+        assert result.values == [4 * d * d] * 2
+        (seconds[cap_mb], n_buckets), other = (step_s(result.trace, rank) for rank in range(2))
+        assert other == (seconds[cap_mb], n_buckets) and n_buckets == (1 if cap_mb == 25.0 else 4)
+    linear_s = 2 * 8 * d * d / box.flops_per_s  # one product
+    sum_s = 4 * d * d / 2.0**18  # of one weight on two ranks
+    work_s = 4 * linear_s + 7 * linear_s  # the first layer needs no gradient of its input
+    # torch also tells all ranks of its new buckets, in a few bytes
+    assert seconds[25.0] == pytest.approx(work_s + 4 * sum_s, rel=1e-3)
+    # the last layer's gradient comes after two products of backward; from then on the sums wait for nothing
+    assert seconds[0.01] == pytest.approx(
+        max(work_s + sum_s, 4 * linear_s + 1 * linear_s + 4 * sum_s), rel=0.05
+    )
+    assert max(work_s, 4 * sum_s) < seconds[0.01] < seconds[25.0]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_named_machine(transport: str) -> None:
+    def product() -> None:
+        x = torch.ones(256, 256)
+        x @ x
+        dist.all_reduce(x)
+
+    trace = run(product, ranks=2, transport=transport, machine="2xH100").trace
+    h100 = machine("2xH100")
+    expected = 2 * 256**3 / 989e12 + h100.collective_s("all_reduce", 4 * 256**2, (0, 1))
+    assert trace.ended_s == pytest.approx([expected] * 2) and trace.clock == "virtual (2xH100)"
+
+
+# ---- export ----
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_export_for_perfetto_has_every_span_message_and_byte(transport: str, tmp_path: Path) -> None:
     def step() -> None:
-        with region("forward"):
-            a, b = torch.randn(64, 32, requires_grad=True), torch.randn(32, 16)
-            y = a @ b
-        with region("backward"):
-            y.sum().backward()
+        with region('a "name"'):
+            gpipe(3, 0.25, 0.5)
+        dist.all_reduce(torch.ones(8))
 
-    trace = run(step, ranks=2, record=("flops", "memory"), transport=transport).trace
-    product = 2 * 64 * 32 * 16
-    for rank in range(2):
-        assert trace.flops_of(rank) == 2 * product  # b needs no gradient
-        assert trace.flops_of(rank, "forward") == product
-        held = 4 * (64 * 32 + 32 * 16 + 64 * 16)
-        assert trace.peak_bytes(rank) == held + 4 * 64 * 32 + 4 * 2  # the gradient of a, the sum and its own
-        assert trace.live_bytes[rank][-1][1] == 0
-
-
-def test_memory_counts_views_once_and_arguments_from_the_start() -> None:
-    whole = torch.zeros(1000)
-
-    def step(given: torch.Tensor) -> int:
-        views = [given[:500], given.view(10, 100), given[::2]]
-        return len(views)
-
-    trace = run(step, whole, ranks=2, record="memory").trace
-    assert [trace.peak_bytes(rank) for rank in range(2)] == [4000, 4000]
-
-
-def test_what_was_not_recorded_is_refused() -> None:
-    trace = run(lambda: None, ranks=1).trace
-    with pytest.raises(ValueError, match=r'record=\("flops",\)'):
-        trace.flops_of(0)
-    with pytest.raises(ValueError, match=r'record=\("memory",\)'):
-        trace.peak_bytes(0)
-    with pytest.raises(RefusedError, match="what can be recorded is 'flops' and 'memory'"):
-        run(lambda: None, ranks=1, record="time")
-
-
-def test_the_trace_opens_in_perfetto(tmp_path: Path) -> None:
-    result = run(gpipe, 2, 1.0, 1.0, ranks=2, machine=Machine("free"))
-    result.trace.save_chrome(tmp_path / "trace.json")
-    events: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    by_phase = {phase: [e for e in events if e["ph"] == phase] for phase in "MXsf"}
-    assert len(by_phase["X"]) == len(result.trace.timeline.spans)
-    assert len(by_phase["s"]) == len(by_phase["f"]) == len(result.trace.timeline.messages) == 4
-    assert max(e["ts"] + e["dur"] for e in by_phase["X"]) == pytest.approx(6e6)
+    trace = run(step, ranks=3, transport=transport, machine=FREE, record="memory").trace
+    trace.save_chrome(tmp_path / "trace.json")
+    saved = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    events, timeline = saved["traceEvents"], trace.timeline
+    assert Counter(event["ph"] for event in events) == {
+        "M": 3 * 3,
+        "X": len(timeline.spans),
+        "s": len(timeline.messages),
+        "f": len(timeline.messages),
+        "C": sum(map(len, trace.live_bytes)),
+    }
+    assert len(timeline.messages) == 2 * 2 * 3 and trace.live_bytes[0]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert max(event["ts"] + event["dur"] for event in spans) == 1e6 * timeline.makespan
+    for rank in range(3):
+        mine = sorted((e["ts"], e["dur"]) for e in spans if e["pid"] == rank and e["tid"] == 0)
+        for (start, duration), (following, _) in itertools.pairwise(mine):
+            assert start + duration <= following  # Perfetto refuses spans that overlap
+    ids = Counter(event["id"] for event in events if event["ph"] in "sf")
+    assert set(ids.values()) == {2}

@@ -60,6 +60,7 @@ __all__ = [
     "one_world_per_thread",
     "plain_tensors",
     "register_group",
+    "resizing_watched",
     "run_after_backward",
     "storage_reducers",
     "tree_leaves",
@@ -162,6 +163,36 @@ def await_results(value: Any) -> None:
         tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor.trigger_wait()
+
+
+_resize = torch.UntypedStorage.resize_
+_resizing_watched = threading.local()
+_watchers: list[int] = []
+
+
+def _resize_and_tell(storage: Any, n_bytes: int) -> None:
+    _resize(storage, n_bytes)
+    callback = getattr(_resizing_watched, "callback", None)
+    if callback is not None:
+        callback(storage)
+
+
+@contextlib.contextmanager
+def resizing_watched(callback: Any) -> Iterator[None]:
+    """Call ``callback(storage)`` when this thread has resized one, as FSDP does to free memory.
+
+    That is no operation of torch, so no dispatch mode sees it.
+    """
+    _watchers.append(threading.get_ident())
+    _resizing_watched.callback = callback
+    torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        _resizing_watched.callback = None
+        _watchers.remove(threading.get_ident())
+        if not _watchers:
+            del torch.UntypedStorage.resize_  # what it inherits
 
 
 def storage_reducers() -> dict[type, Any]:

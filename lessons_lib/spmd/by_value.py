@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as _classes_by_id
 from cloudpickle.cloudpickle import _code_reduce
 
 from lessons_lib.errors import RefusedError
@@ -77,6 +78,11 @@ def dumps(thing: Any) -> bytes:
 
 def unpack(pickled: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return pickle.loads(pickled)
+
+
+def classes_that_came() -> list[type]:
+    """Classes that have travelled to this process by value."""
+    return list(_classes_by_id.values())
 
 
 def _culprit(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:

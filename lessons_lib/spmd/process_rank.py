@@ -188,6 +188,9 @@ def serve(connection: Connection) -> None:
         everybody = tuple(range(job.n_ranks))
         _torch_internals.become_default_group(ProcessRankGroup(rank, "0", "world", everybody))
         fn, args = by_value.unpack(job.pickled)
+        for each in by_value.classes_that_came():  # so that objects of theirs can be sent on as messages
+            if each.__module__ == "__main__":
+                setattr(sys.modules["__main__"], each.__name__, each)
         rank.begin()
         with recording(job.record, job.machine, rank.clock, rank.region, rank.ledger, (fn, args)):
             value = fn(*args)

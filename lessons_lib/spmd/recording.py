@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,19 @@ from torch.utils.flop_counter import flop_registry
 
 from lessons_lib.errors import RefusedError
 from lessons_lib.machines import Machine
-from lessons_lib.spmd._torch_internals import DispatchMode, tree_leaves
+from lessons_lib.spmd._torch_internals import DispatchMode, resizing_watched, tree_leaves
 from lessons_lib.spmd.clock import Clock
 
 KINDS = ("flops", "memory")
+
+# Attention has operations of its own on CPUs, for which torch has no formula; they do the same products.
+_aten = torch.ops.aten
+SAME_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+}
 
 
 @dataclass
@@ -45,10 +54,26 @@ def recording(
     """Count into ``ledger`` what this thread does; on a machine, let its clock run by FLOPs."""
     with ExitStack() as modes:
         if "memory" in record:
-            modes.enter_context(MemoryMeter(clock, ledger, arguments))
+            meter = modes.enter_context(MemoryMeter(clock, ledger, arguments))
+            modes.enter_context(resizing_watched(meter.see))
         if "flops" in record or machine is not None:
             modes.enter_context(FlopMeter(machine, clock, region, ledger))
         yield
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of this type, like DTensor, hold others and have neither memory nor shape of their own
+    on this rank. Their operations are left to them: what they do with the tensors they hold is counted.
+    """
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def is_real(leaf: Any) -> bool:
+    """Whether this is a tensor with memory: DTensor, for one, computes shapes with tensors that have none."""
+    try:
+        return isinstance(leaf, Tensor) and leaf.untyped_storage().device.type != "meta"
+    except NotImplementedError:
+        return False
 
 
 class FlopMeter(DispatchMode):
@@ -61,13 +86,17 @@ class FlopMeter(DispatchMode):
         self.machine, self.clock, self.region, self.ledger = machine, clock, region, ledger
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented
         kwargs = kwargs or {}
-        formula = flop_registry.get(func.overloadpacket)
+        formula = flop_registry.get(SAME_AS.get(func.overloadpacket, func.overloadpacket))
         if formula is None:
             with self:  # an operation made of others is counted as those
                 result = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if result is NotImplemented else result
         result = func(*args, **kwargs)
+        if not any(map(is_real, tree_leaves(result))):
+            return result
         flops = formula(*args, **kwargs, out_val=result)
         region = self.region()
         self.ledger.flops[region] = self.ledger.flops.get(region, 0) + flops
@@ -93,23 +122,29 @@ class MemoryMeter(DispatchMode):
             ledger.live_bytes.append((clock.now(), 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             self._see(leaf)
         return result
 
     def _see(self, leaf: Any) -> None:
-        if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
+        if not isinstance(leaf, Tensor):
             return
-        try:
-            storage = leaf.untyped_storage()
-        except NotImplementedError:  # a wrapper without memory of its own
-            return
+        if is_wrapper(type(leaf)):
+            for name in leaf.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+                self._see(getattr(leaf, name))
+        elif is_real(leaf):
+            self.see(leaf.untyped_storage())
+
+    def see(self, storage: Any) -> None:
+        """Note what a storage holds now: it may be new, or have been resized."""
         key, size = id(storage), storage.nbytes()
         before = self._sizes.get(key)
         if before is None:
-            weakref.finalize(storage, self._release, key)
-        if before != size:  # new, or resized
+            weakref.finalize(storage, self._release, key).atexit = False
+        if before != size:
             self._sizes[key] = size
             self._note(size - (before or 0))
 
@@ -125,7 +160,10 @@ class MemoryMeter(DispatchMode):
 def tensors_of(arguments: Any) -> list[Any]:
     """The tensors a function was given: its arguments, its closure, and the parameters of modules in them."""
     fn, args = arguments
-    given = [*args, *(cell.cell_contents for cell in getattr(fn, "__closure__", None) or ())]
+    given = list(args)
+    for cell in getattr(fn, "__closure__", None) or ():
+        with suppress(ValueError):  # a variable that is not set yet
+            given.append(cell.cell_contents)
     tensors: list[Any] = []
     for leaf in tree_leaves(given):
         if isinstance(leaf, torch.nn.Module):
