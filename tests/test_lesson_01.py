@@ -134,3 +134,38 @@ def test_production(cells: dict[str, Any]) -> None:
         len({cells["compared"].trace.bytes_sent(rank, how) for rank in range(4) for how in ("ring", "torch")})
         == 1
     )
+
+
+def time_us(fn: Any, *args: Any, machine: str) -> float:
+    return run(fn, *args, ranks=8, machine=machine).trace.timeline.makespan * 1e6
+
+
+def test_seconds(cells: dict[str, Any]) -> None:
+    says("the 3 µs are assumed", "Fourteen rounds of 3 µs are 42 µs", "the million adds 16", "C: about 1.4 times")
+    times = {n: time_us(cells["all_reduce_of"], n, machine="8xH100") for n in (1, 10**6)}
+    assert cells["wire"].latency_s == 3e-6 and cells["rounds"][8] == 14
+    assert times[1] == pytest.approx(42, abs=0.01)
+    assert round(times[10**6] - times[1]) == 16 and round(times[10**6] / times[1], 1) == 1.4
+    for n, measured_us in cells["time_us"].items():  # the formula that the cell prints beside it
+        wire = cells["wire"]
+        formula_us = 1e6 * (14 * wire.latency_s + 1.75 * 4 * n / wire.bandwidth_bytes_per_s)
+        assert measured_us == pytest.approx(formula_us, rel=0.01)  # sizes that 8 does not divide
+    says("B: about as many times as a single message would")
+    alone = cells["wire"].message_s(4 * 10**6) / cells["wire"].message_s(4)
+    assert alone > 2 * times[10**6] / times[1]
+
+
+def test_a_hundred_at_once(cells: dict[str, Any]) -> None:
+    says("The same bytes, ninety-six times sooner.")
+    apart, at_once = cells["apart"], cells["at_once"]
+    assert apart.bytes_sent(0) == at_once.bytes_sent(0)
+    assert round(apart.timeline.makespan / at_once.timeline.makespan) == 96
+
+
+def test_two_boxes(cells: dict[str, Any]) -> None:
+    says("By axes, the slow wire is used for two rounds of the eight.")
+    by_axes, one_ring = (time_us(cells[name], machine="2x4xH100") for name in ("by_axes", "one_ring"))
+    assert one_ring > 3 * by_axes
+    rounds = {"reduce_scatter": 3, "all_reduce": 2, "all_gather": 3}
+    crossing = [event for event in run(cells["by_axes"], ranks=8).trace.events if event.group == "row"]
+    assert sum(rounds.values()) == 8 and {event.kind for event in crossing} == {"all_reduce"}

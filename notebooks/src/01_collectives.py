@@ -266,6 +266,68 @@ plt.show()
 # The rounds grow with every rank, and their messages shrink. A message costs time even when it is tiny:
 # this *latency* is what large groups pay.
 
+# %% [markdown] minutes=2 core=true
+# ## Seconds: latency and bandwidth
+#
+# A wire is two numbers: a message of n bytes takes *latency* + n / *bandwidth*. Between two H100s in one box:
+
+# %% name="a-wire"
+from lessons_lib.machines import machine
+
+wire = machine("8xH100").in_node
+for n_bytes in (4, 10**6, 10**9):
+    print(f"{n_bytes:13,} bytes: {wire.message_s(n_bytes) * 1e6:7.1f} µs")
+
+# %% [markdown] core=true
+# With `machine=` the ranks keep the time of that machine, not of yours: what they send costs what its wires
+# cost. (The bandwidth is from the data sheet, the 3 µs are assumed.) A third number, how fast it computes,
+# comes in lesson 03.
+#
+# **Guess:** eight ranks all-reduce one number, then a million. How many times longer do the million take?
+#
+# * A: a million times
+# * B: about as many times as a single message would
+# * C: about 1.4 times
+
+# %% name="time-of-sizes"
+def all_reduce_of(n):
+    dist.all_reduce(torch.ones(n))
+
+time_us = {}
+for n in (1, 1000, 10**6, 10**7):
+    timeline = run(all_reduce_of, n, ranks=8, machine="8xH100").trace.timeline
+    time_us[n] = timeline.makespan * 1e6
+    print(f"{n:10,} numbers: {time_us[n]:5.1f} µs")
+
+# %% [markdown] minutes=2 core=true
+# C. Fourteen rounds of 3 µs are 42 µs, whatever is sent; the million adds 16. The formula has one term for each of
+# the two curves above, rounds times latency and bytes over bandwidth:
+
+# %% name="two-terms"
+latency_us = 14 * wire.latency_s * 1e6
+for n, measured_us in time_us.items():
+    bytes_us = 1.75 * 4 * n / wire.bandwidth_bytes_per_s * 1e6
+    print(f"{n:10,} numbers: {latency_us:.0f} + {bytes_us:5.1f} = {latency_us + bytes_us:5.1f} µs, measured {measured_us:5.1f}")
+
+# %% [markdown] minutes=2 core=true
+# So many small all-reduces are a bad idea. **Guess:** a hundred tensors of a thousand numbers each: how much sooner
+# are they summed as one tensor?
+
+# %% name="hundred-or-one"
+def hundred():
+    for _ in range(100):
+        dist.all_reduce(torch.ones(1000))
+
+apart = run(hundred, ranks=8, machine="8xH100").trace
+at_once = run(all_reduce_of, 100_000, ranks=8, machine="8xH100").trace
+for name, trace in (("apart", apart), ("at once", at_once)):
+    sent, took = trace.bytes_sent(rank=0), trace.timeline.makespan * 1e6
+    print(f"{name:8} {sent:,} bytes in {took:6.1f} µs")
+
+# %% [markdown] core=true
+# The same bytes, ninety-six times sooner. Real frameworks collect gradients in *buckets* before they send them; lesson
+# 04 builds that.
+
 # %% [markdown] minutes=1 core=true
 # ## A collective computes
 #
@@ -336,9 +398,8 @@ def all_send_first():
 run(all_send_first, ranks=4)
 
 # %% [markdown] minutes=1 core=true
-# A `send` is done when it is received, and nobody gets as far as receiving. On a cluster small messages
-# often slip through, because something on the way stores them; then the model grows, and the same program
-# hangs.
+# A `send` is done when it is received, and nobody gets as far as receiving. MPI and NCCL may store a small
+# message on the way, so that it slips through; then the model grows, and the same program hangs.
 #
 # Two ways out: some ranks receive first, as above, or each does both at once, as `shift` and the rings do.
 # How, is lesson 02.
@@ -454,7 +515,19 @@ run(by_axes, ranks=8)
 
 # %% [markdown] minutes=3 core=true
 # Exactly as much. But only 0.25 MB of it crosses between the boxes: the collective over `row` works on a
-# quarter.
+# quarter. **Guess:** how much sooner is it done?
+
+# %% name="two-boxes"
+def one_ring():
+    dist.all_reduce(torch.ones(250_000))
+
+for how in (one_ring, by_axes):
+    timeline = run(how, ranks=8, machine="2x4xH100").trace.timeline
+    print(f"{how.__name__:8} {timeline.makespan * 1e6:5.1f} µs")
+
+# %% [markdown] minutes=1 core=true
+# One large ring goes at the pace of its slowest wire, in every round. By axes, the slow wire is used for two rounds
+# of the eight.
 #
 # This is how the whole course goes on: a layout for every tensor, an axis for every kind of parallelism,
 # and a collective where a layout must change.
