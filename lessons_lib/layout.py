@@ -250,6 +250,14 @@ Legal degrees for 10: 1, 2, 5, 10.
                 )
         return tuple(size // n for size, n in zip(shape, n_blocks, strict=True))
 
+    def n_local(self, shape: Sequence[int], sizes: Mapping[str, int]) -> int:
+        """How many elements of a tensor of ``shape`` one rank stores.
+
+        >>> Layout("B@row D@col").n_local((8, 6), {"row": 2, "col": 3})
+        8
+        """
+        return prod(self.local_shape(shape, sizes))
+
     def global_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the whole tensor whose blocks have ``shape``.
 

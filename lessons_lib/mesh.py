@@ -12,6 +12,7 @@ backward is a function of its own, named ``forward_backward``.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
@@ -129,54 +130,55 @@ class Group:
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Sum of every rank's ``x``, on every rank."""
-        y = _own_copy(x, "all_reduce")
+        y = own_copy(x, "Group.all_reduce")
         dist.all_reduce(y, _reduction(op), group=self.process_group)
         return y
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Every rank's ``x``, one after the other along ``dim``, on every rank."""
-        x = _plain(x, "all_gather").contiguous()
+        x = plain(x, "Group.all_gather").contiguous()
         _check_dim(x, dim)
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x, group=self.process_group)
-        return torch.cat(parts, dim)
+        y = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(y.unbind()), x, group=self.process_group)
+        return y.flatten(0, 1) if dim in (0, -x.dim()) else torch.cat(y.unbind(), dim)
 
     def reduce_scatter(self, x: Tensor, dim: int, op: str = "sum") -> Tensor:
         """Sum of every rank's ``x``, cut along ``dim``: this rank's piece."""
-        parts = [part.contiguous() for part in self._cut(_plain(x, "reduce_scatter"), dim)]
+        parts = [part.contiguous() for part in self._cut(plain(x, "Group.reduce_scatter"), dim)]
         y = torch.empty_like(parts[self.rank])
         dist.reduce_scatter(y, parts, _reduction(op), group=self.process_group)
         return y
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         """The root's ``x`` on every rank; all pass a tensor of its shape and dtype."""
-        y = _own_copy(x, "broadcast")
-        dist.broadcast(y, group=self.process_group, group_src=self._index(root, "root"))
+        y = own_copy(x, "Group.broadcast")
+        dist.broadcast(y, group=self.process_group, group_src=self.index(root, "root"))
         return y
 
     def reduce(self, x: Tensor, root: int, op: str = "sum") -> Tensor | None:
         """Sum of every rank's ``x`` on the root; ``None`` elsewhere."""
-        y = _own_copy(x, "reduce")
-        dist.reduce(y, op=_reduction(op), group=self.process_group, group_dst=self._index(root, "root"))
+        y = own_copy(x, "Group.reduce")
+        dist.reduce(y, op=_reduction(op), group=self.process_group, group_dst=self.index(root, "root"))
         return y if self.rank == root else None
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         """Piece k of ``x`` along ``split_dim`` goes to rank k; arrivals are joined along ``concat_dim``."""
+        x = plain(x, "Group.all_to_all")
         _check_dim(x, concat_dim)
-        sent = torch.stack(self._cut(_plain(x, "all_to_all"), split_dim)).contiguous()
+        sent = torch.stack(self._cut(x, split_dim)).contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.process_group)
         return torch.cat(received.unbind(), concat_dim)
 
     def send(self, x: Tensor, to: int) -> None:
         """Send ``x`` to rank ``to`` of the group, and wait until it is received."""
-        x = _plain(x, "send").contiguous()
-        dist.send(x, group=self.process_group, group_dst=self._index(to, "to"))
+        x = plain(x, "Group.send").contiguous()
+        dist.send(x, group=self.process_group, group_dst=self.index(to, "to"))
 
     def recv(self, like: Tensor, source: int) -> Tensor:
         """What rank ``source`` of the group sends, in a new tensor of the shape and dtype of ``like``."""
-        y = torch.empty_like(_plain(like, "recv"), memory_format=torch.contiguous_format)
-        dist.recv(y, group=self.process_group, group_src=self._index(source, "source"))
+        y = torch.empty_like(plain(like, "Group.recv"), memory_format=torch.contiguous_format)
+        dist.recv(y, group=self.process_group, group_src=self.index(source, "source"))
         return y
 
     def shift(self, x: Tensor, by: int) -> Tensor:
@@ -186,9 +188,11 @@ class Group:
         >>> run(lambda: int(Mesh(ring=3)["ring"].shift(torch.tensor(Mesh(ring=3).rank), 1)), ranks=3).values
         [2, 0, 1]
         """
+        if not _is_whole(by):
+            raise RefusedError(f"by={by!r}: give a whole number of places.")
         if by % self.size == 0:
-            return _own_copy(x, "shift")
-        x = _plain(x, "shift").contiguous()
+            return own_copy(x, "Group.shift")
+        x = plain(x, "Group.shift").contiguous()
         y = torch.empty_like(x)
         to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
         operations = [
@@ -205,7 +209,7 @@ class Group:
 
     def piece(self, x: Tensor, dim: int) -> Tensor:
         """This rank's piece of ``x`` cut along ``dim``; no communication."""
-        return self._cut(_plain(x, "piece"), dim)[self.rank].clone(memory_format=torch.contiguous_format)
+        return self._cut(plain(x, "Group.piece"), dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
     def _cut(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
         _check_dim(x, dim)
@@ -218,16 +222,28 @@ class Group:
             )
         return x.chunk(self.size, dim)
 
-    def _index(self, index: int, name: str) -> int:
-        if not 0 <= index < self.size:
+    def index(self, rank: int, name: str) -> int:
+        """``rank``, an argument called ``name``, if it is a rank of this group; else it is refused."""
+        if not _is_whole(rank) or not 0 <= rank < self.size:
             raise RefusedError(
-                f"{name}={index} is no rank of this group: it counts its ranks from 0 to {self.size - 1} "
+                f"{name}={rank!r} is no rank of this group: it counts its ranks from 0 to {self.size - 1} "
                 f"(global ranks {dist.get_process_group_ranks(self.process_group)})."
             )
-        return index
+        return operator.index(rank)
+
+
+def _is_whole(number: Any) -> bool:
+    """Whether this is a whole number, of Python, numpy or torch: 2.0 is none, and True counts nothing."""
+    try:
+        operator.index(number)
+    except TypeError:
+        return False
+    return not isinstance(number, bool)
 
 
 def _check_dim(x: Tensor, dim: int) -> None:
+    if not _is_whole(dim):
+        raise RefusedError(f"dim={dim!r}: give a whole number, a dim of a tensor of shape {list(x.shape)}.")
     if not -x.dim() <= dim < x.dim():
         raise RefusedError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
 
@@ -238,21 +254,25 @@ def _reduction(op: str) -> Any:
     return REDUCTIONS[op]
 
 
-def _plain(x: Tensor, method: str) -> Tensor:
-    """Refuse a tensor of which autograd expects a gradient: it would be wrong without a word."""
+def plain(x: Tensor, caller: str) -> Tensor:
+    """``x`` without its gradient; where autograd expects one it is refused: it would be wrong, silently.
+
+    ``caller`` is the function that communicates, as the learner calls it.
+    """
     if not isinstance(x, Tensor):
-        raise RefusedError(f"Group.{method} takes a tensor and got {x!r}. Try torch.tensor({x!r}).")
+        raise RefusedError(f"{caller} takes a tensor and got {x!r}. Try torch.tensor({x!r}).")
     if torch.is_grad_enabled() and x.requires_grad:
         raise RefusedError(
-            f"Group.{method} is plain communication, which autograd does not see, and x requires grad. "
+            f"{caller} is plain communication, which autograd does not see, and x requires grad. "
             f"Use a pair that says what the backward is ({', '.join(PAIRS)}; all in lessons_lib.mesh), "
             "or x.detach() if no gradient is wanted."
         )
     return x.detach()
 
 
-def _own_copy(x: Tensor, method: str) -> Tensor:
-    return _plain(x, method).clone(memory_format=torch.contiguous_format)
+def own_copy(x: Tensor, caller: str) -> Tensor:
+    """A copy of ``x``, whose memory lies in the order of its values; refused like :func:`plain`."""
+    return plain(x, caller).clone(memory_format=torch.contiguous_format)
 
 
 # ---- pairs: what happens forward, what happens to the gradient ----

@@ -282,7 +282,7 @@ def test_a_pattern_star_is_one_part_of_a_name():
         ({"blocks.*.mlp.up": "4d"}, "the scheme '4d', which does not exist. There are: column, row"),
         (
             {"blocks.*.mlp.up": Column},
-            "column.Column'>, which does not exist. There are: column, row; an instance",
+            "column.Column'>, which does not exist. There are: column, row, 2d, 2.5d, 3d; an instance",
         ),
         (
             {"blocks.*.mlp": "column"},

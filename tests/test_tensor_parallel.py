@@ -1,9 +1,4 @@
-"""Every tensor-parallel scheme against the serial layer: numbers, gradients, bytes, shapes, on every rank.
-
-``assert_is_the_serial_layer`` knows no scheme: it derives everything from the three layouts. A new scheme
-adds itself to ``SCHEMES`` and its meshes to ``MESHES``. What the literature says of shapes and traffic is
-said a second time here, in ``BY_HAND``. Wrong versions follow, and have to be caught.
-"""
+"""Tensor parallelism: every scheme is the serial layer; then 1D, the module, and wrong versions of both."""
 
 import pytest
 import torch
@@ -16,110 +11,47 @@ from lessons_lib import Mesh, region, run
 from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout, coordinates
 from lessons_lib.mesh import copy_sum, sum_copy, sum_sum
-from lessons_lib.tensor_parallel import SCHEMES, Column, Row, TensorParallelLinear, tensor_parallel_linear
+from lessons_lib.tensor_parallel import (
+    SCHEMES,
+    VARIANTS,
+    Column,
+    Row,
+    TensorParallelLinear,
+    tensor_parallel_linear,
+)
 from lessons_lib.tensor_parallel.linear import parameter_layouts
 from lessons_lib.timeline import ring_traffic
+from tests.serial_layer import (
+    BY_HAND,
+    FLOAT64_BYTES,
+    MESHES,
+    B,
+    D,
+    F,
+    assert_is_the_serial_layer,
+    random,
+    relative_error,
+    serial_layer,
+)
 
-FLOAT64_BYTES = 8
-TP = [{"tp": p} for p in (1, 2, 3, 4)]
-MESHES = {("tp",): TP}
-
-# Sizes that all differ, and that every mesh above divides.
-B, D, F = 36, 12, 24
-
-# What the literature says, in other words than the library's: local shapes and elements sent per rank.
-BY_HAND = {
-    "column": lambda B, D, F, p: {
-        "x": (B, D),
-        "w": (D, F // p),
-        "y": (B, F // p),
-        "forward": 0,
-        "backward": 2 * (p - 1) * B * D // p,
-    },
-    "row": lambda B, D, F, p: {
-        "x": (B, D // p),
-        "w": (D // p, F),
-        "y": (B, F),
-        "forward": 2 * (p - 1) * B * F // p,
-        "backward": 0,
-    },
-}
+ALL = SCHEMES | VARIANTS
 
 
-def relative_error(found, expected):
-    assert found.shape == expected.shape, f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
-    return ((found - expected).norm() / expected.norm()).item()
+def small(scheme):
+    """A mesh for this scheme with two ranks along every axis."""
+    return dict.fromkeys(scheme.axes, 2)
 
 
-def random(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def n_ranks(sizes):
+    return len(coordinates(sizes))
 
 
-def serial_layer(D=D, F=F):
-    layer = nn.Linear(D, F, dtype=torch.float64)
-    with torch.no_grad():
-        layer.weight.copy_(random(F, D, seed=1))
-        layer.bias.copy_(random(F, seed=2))
-    return layer
-
-
-def step_on_this_rank(make, scheme, sizes, layer, X, dY):
-    """One forward and one backward on this rank; ``make``, a class or a function, builds its part of it."""
-    mesh = Mesh(**sizes)
-    parallel = getattr(make, "from_linear", make)(layer, scheme, mesh)
-    x = scheme.X.shard(X, mesh).requires_grad_()
-    with region("forward"):
-        y = parallel(x)
-    with region("backward"):
-        y.backward(scheme.Y.shard(dY, mesh))
-    found = {"Y": y.detach(), "dX": x.grad}
-    return found | {f"d{name}": parameter.grad for name, parameter in parallel.named_parameters()}
-
-
-def assert_is_the_serial_layer(scheme, sizes, make=TensorParallelLinear, by_hand=None, B=B, D=D, F=F):
-    """On every rank, the output and all gradients are the serial layer's; the bytes are the formula's."""
-    layer, X, dY = serial_layer(D, F), random(B, D, seed=3).requires_grad_(), random(B, F, seed=4)
-    layer(X).backward(dY)
-    bias_layout = scheme.Y.last()
-    expected = {
-        "Y": (scheme.Y, layer(X).detach()),
-        "dX": (scheme.X, X.grad),
-        "dweight": (scheme.W, layer.weight.grad.T),
-        "dbias": (bias_layout, layer.bias.grad),
-    }
-    X = X.detach()
-    places = coordinates(sizes)
-    result = run(step_on_this_rank, make, scheme, sizes, layer, X, dY, ranks=len(places))
-
-    for rank, (coordinate, found) in enumerate(zip(places, result.values, strict=True)):
-        assert found.keys() == expected.keys()
-        for name, (layout, whole) in expected.items():
-            error = relative_error(found[name], layout.cut(whole, sizes, coordinate))
-            assert error < 1e-10, f"{name} on rank {rank} is wrong by {error:.0e}"
-
-    traffic = dict(scheme.traffic(B, D, F, sizes))
-    (f,) = bias_layout.local_shape((F,), sizes)
-    traffic["backward"] += sum(ring_traffic("all_reduce", f, sizes[axis]) for axis in scheme.Y.dim("B"))
-    for direction in ("forward", "backward"):
-        counted = sum(result.trace.bytes_sent(rank, direction) for rank in range(len(places)))
-        formula = FLOAT64_BYTES * traffic[direction] * len(places)
-        assert counted == formula, f"{direction} traffic is not the formula's"
-    if by_hand:
-        hand = by_hand(B, D, F, *sizes.values())
-        shapes = {"x": found["dX"].shape, "w": found["dweight"].shape, "y": found["Y"].shape}
-        for name, shape in shapes.items():
-            assert tuple(shape) == hand[name], f"{name} is not sharded as it should be"
-        for direction in ("forward", "backward"):
-            counted = {result.trace.bytes_sent(rank, direction) for rank in range(len(places))}
-            assert counted == {FLOAT64_BYTES * hand[direction]}, f"{direction} traffic is not as published"
-
-
-CASES = [(name, sizes) for name, scheme in SCHEMES.items() for sizes in MESHES[scheme.axes]]
+CASES = [(name, sizes) for name, scheme in ALL.items() for sizes in MESHES[scheme.axes]]
 
 
 @pytest.mark.parametrize("name, sizes", CASES)
 def test_a_scheme_is_the_serial_layer(name, sizes):
-    assert_is_the_serial_layer(SCHEMES[name], sizes, by_hand=BY_HAND.get(name))
+    assert_is_the_serial_layer(ALL[name], sizes, by_hand=BY_HAND.get(name))
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
@@ -129,34 +61,48 @@ def test_where_chunks_differ_the_formula_holds_for_the_sum_over_ranks(name, D, F
     assert_is_the_serial_layer(SCHEMES[name], {"tp": p}, B=5, D=D, F=F)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 def test_leading_dims_are_rows(name):
-    """A layer takes [B, S, D] as nn.Linear does, and a single vector, too."""
-    layer, X = serial_layer(), random(3, 5, D, seed=3)
+    """A layer takes [B, S, D] as nn.Linear does; of several leading dims the first is cut."""
+    scheme, layer, X = ALL[name], serial_layer(), random(8, 3, D, seed=3)
+    sizes = small(scheme)
+
+    def of_three_dims(layout):
+        return Layout.of(dict(zip("BSD", [layout.cuts[0], (), layout.cuts[1]], strict=True)))
+
+    def step():
+        mesh = Mesh(**sizes)
+        parallel = TensorParallelLinear.from_linear(layer, scheme, mesh)
+        return parallel(of_three_dims(scheme.X).shard(X, mesh)).detach()
+
+    values = run(step, ranks=n_ranks(sizes)).values
+    for coordinate, y in zip(coordinates(sizes), values, strict=True):
+        expected = of_three_dims(scheme.Y).cut(layer(X).detach(), sizes, coordinate)
+        assert relative_error(y, expected) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["column", "row"])
+def test_a_single_vector_has_no_rows(name):
+    layer, scheme, x = serial_layer(), SCHEMES[name], random(D, seed=3)
 
     def step():
         mesh = Mesh(tp=2)
-        scheme = SCHEMES[name]
-        parallel = TensorParallelLinear.from_linear(layer, scheme, mesh)
-        x = Layout.of(dict(zip("BSD", [(), *scheme.X.cuts], strict=True))).shard(X, mesh)
-        return parallel(x).detach(), parallel(x[0, 0]).detach()
+        return TensorParallelLinear.from_linear(layer, scheme, mesh)(scheme.X.last().shard(x, mesh)).detach()
 
-    cuts = dict(zip("BSF", [(), *SCHEMES[name].Y.cuts], strict=True))
-    for rank, (y, y_of_vector) in enumerate(run(step, ranks=2).values):
-        expected = Layout.of(cuts).cut(layer(X).detach(), {"tp": 2}, {"tp": rank})
+    for rank, y in enumerate(run(step, ranks=2).values):
+        expected = scheme.Y.last().cut(layer(x).detach(), {"tp": 2}, {"tp": rank})
         assert relative_error(y, expected) < 1e-10
-        assert relative_error(y_of_vector, expected[0, 0]) < 1e-10
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_layer_without_bias(name):
-    layer = nn.Linear(D, F, bias=False, dtype=torch.float64)
+    layer, sizes = nn.Linear(D, F, bias=False, dtype=torch.float64), small(ALL[name])
 
     def step():
-        parallel = TensorParallelLinear.from_linear(layer, SCHEMES[name], Mesh(tp=2))
+        parallel = TensorParallelLinear.from_linear(layer, ALL[name], Mesh(**sizes))
         return dict(parallel.named_parameters()).keys(), str(parallel)
 
-    for names, text in run(step, ranks=2).values:
+    for names, text in run(step, ranks=n_ranks(sizes)).values:
         assert names == {"weight"}
         assert "bias" not in text
 
@@ -175,10 +121,11 @@ def test_a_frozen_layer_stays_frozen():
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_backward_keeps_this_rank_s_blocks_and_nothing_else(name):
-    layer, X = serial_layer(), random(B, D, seed=3)
+    scheme, layer, X = SCHEMES[name], serial_layer(), random(B, D, seed=3)
+    sizes = small(scheme)
 
     def step():
-        mesh, scheme = Mesh(tp=3), SCHEMES[name]
+        mesh = Mesh(**sizes)
         parallel = TensorParallelLinear.from_linear(layer, scheme, mesh)
         x = scheme.X.shard(X, mesh).requires_grad_()
         kept = []
@@ -186,14 +133,16 @@ def test_backward_keeps_this_rank_s_blocks_and_nothing_else(name):
             tensor_parallel_linear(x, parallel.weight, scheme, mesh)
         return {tensor.data_ptr() for tensor in kept} == {x.data_ptr(), parallel.weight.data_ptr()}
 
-    assert run(step, ranks=3).values == [True] * 3
+    assert all(run(step, ranks=n_ranks(sizes)).values)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 def test_no_rank_shares_storage_with_another_or_with_the_serial_layer(name):
+    scheme = ALL[name]
+
     def step():
         layer = serial_layer()
-        parallel = TensorParallelLinear.from_linear(layer, SCHEMES[name], Mesh(tp=1))
+        parallel = TensorParallelLinear.from_linear(layer, scheme, Mesh(**dict.fromkeys(scheme.axes, 1)))
         with torch.no_grad():
             for parameter in parallel.parameters():
                 parameter.zero_()
@@ -319,11 +268,11 @@ def test_1d_does_not_cut_the_batch(name):
     assert_is_the_serial_layer(SCHEMES[name], {"tp": 4}, B=3, by_hand=BY_HAND[name])
 
 
-@pytest.mark.parametrize("name, sizes", [(name, dict.fromkeys(s.axes, 1)) for name, s in SCHEMES.items()])
+@pytest.mark.parametrize("name, sizes", [(name, dict.fromkeys(s.axes, 1)) for name, s in ALL.items()])
 def test_degree_1_is_the_serial_layer_and_sends_nothing(name, sizes):
     """S71."""
-    assert_is_the_serial_layer(SCHEMES[name], sizes, by_hand=BY_HAND.get(name))
-    assert set(SCHEMES[name].traffic(B, D, F, sizes).values()) == {0}
+    assert_is_the_serial_layer(ALL[name], sizes, by_hand=BY_HAND.get(name))
+    assert set(ALL[name].traffic(B, D, F, sizes).values()) == {0}
 
 
 class RowsOfX:
@@ -554,5 +503,7 @@ def test_the_package_lists_its_names():
     assert dir(package) == sorted(package.__all__)
     for name in package.__all__:
         assert getattr(package, name) is not None
-    with pytest.raises(AttributeError, match=r"has no attribute 'SCHEME'; it has SCHEMES, Column, "):
+    with pytest.raises(
+        AttributeError, match=r"has no attribute 'SCHEME'; it has SCHEMES, VARIANTS, Cannon, Column, "
+    ):
         package.SCHEME  # noqa: B018

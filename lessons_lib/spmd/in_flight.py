@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lessons_lib.machines import Machine
 from lessons_lib.spmd import doctor
 from lessons_lib.spmd._torch_internals import Work, plain_tensors, run_after_backward
+from lessons_lib.spmd.clock import arrival_s
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.rank_group import Exchange, Tensors
 
@@ -115,7 +117,7 @@ class P2P:
     tensors: Sequence[Tensor]
     sender: int | None  # index in the group; None receives from anyone
     strangers: tuple[int, ...]  # the ranks any of which may send
-    time_message: Callable[[Operation, int], float]
+    machine: Machine | None
     met: P2P | None = None
 
     def is_met(self) -> bool:
@@ -131,7 +133,8 @@ class P2P:
             return self.operation.issued_s
         for buffer, tensor in zip(self.tensors, self.met.tensors, strict=True):
             buffer.detach().copy_(tensor.reshape(buffer.shape))
-        arrived = self.time_message(self.met.operation, self.operation.rank)
+        self.tensors = self.met.tensors = ()  # the two know each other: nobody else would let go of them
+        arrived = arrival_s(self.machine, self.met.operation, self.operation.rank)
         return max(arrived, self.operation.issued_s)
 
     def fits(self, other: P2P) -> bool:

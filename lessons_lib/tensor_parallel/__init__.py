@@ -13,20 +13,46 @@ from typing import TYPE_CHECKING
 from lessons_lib._lazy import lazy
 
 if TYPE_CHECKING:
+    from lessons_lib.tensor_parallel.cannon import Cannon
     from lessons_lib.tensor_parallel.column import Column
+    from lessons_lib.tensor_parallel.cube import Cube, CubeKept
     from lessons_lib.tensor_parallel.linear import TensorParallelLinear, tensor_parallel_linear
     from lessons_lib.tensor_parallel.row import Row
-    from lessons_lib.tensor_parallel.schemes import SCHEMES, Scheme
+    from lessons_lib.tensor_parallel.scheme import PricedScheme, Scheme
+    from lessons_lib.tensor_parallel.schemes import SCHEMES, VARIANTS
+    from lessons_lib.tensor_parallel.summa import Summa
+    from lessons_lib.tensor_parallel.tesseract import Tesseract
 
-__all__ = ["SCHEMES", "Column", "Row", "Scheme", "TensorParallelLinear", "tensor_parallel_linear"]
+__all__ = [
+    "SCHEMES",
+    "VARIANTS",
+    "Cannon",
+    "Column",
+    "Cube",
+    "CubeKept",
+    "PricedScheme",
+    "Row",
+    "Scheme",
+    "Summa",
+    "TensorParallelLinear",
+    "Tesseract",
+    "tensor_parallel_linear",
+]
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "SCHEMES": ".schemes",
+        "VARIANTS": ".schemes",
+        "Cannon": ".cannon",
         "Column": ".column",
+        "Cube": ".cube",
+        "CubeKept": ".cube",
         "Row": ".row",
-        "Scheme": ".schemes",
+        "PricedScheme": ".scheme",
+        "Scheme": ".scheme",
+        "Summa": ".summa",
+        "Tesseract": ".tesseract",
         "TensorParallelLinear": ".linear",
         "tensor_parallel_linear": ".linear",
     },

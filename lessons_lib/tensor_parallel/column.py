@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lessons_lib.layout import Layout
 from lessons_lib.mesh import Mesh
+from lessons_lib.tensor_parallel.scheme import blocks
 from lessons_lib.timeline import ring_traffic
 
 
@@ -49,3 +50,8 @@ class Column:
 
     def traffic(self, B: int, D: int, F: int, sizes: Mapping[str, int]) -> dict[str, int | Fraction]:
         return {"forward": 0, "backward": ring_traffic("all_reduce", B * D, sizes["tp"])}
+
+    def memory(self, B: int, D: int, F: int, sizes: Mapping[str, int]) -> dict[str, int]:
+        x, w, y = blocks(self, B, D, F, sizes)
+        rest = x + w + y
+        return {"rest": rest, "forward": rest, "backward": rest + x + max(x, w)}  # dX: a term, and the sum

@@ -17,18 +17,23 @@ from torch.autograd.function import once_differentiable
 from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout
 from lessons_lib.mesh import Mesh, copy_sum
-from lessons_lib.tensor_parallel.schemes import Scheme
+from lessons_lib.tensor_parallel.scheme import Scheme, check_grid
 
 
 def tensor_parallel_linear(
-    x: Float[Tensor, "b d"], w: Float[Tensor, "d f"], scheme: Scheme, mesh: Mesh
-) -> Float[Tensor, "b f"]:
+    x: Float[Tensor, "b_x d_x"], w: Float[Tensor, "d_w f"], scheme: Scheme, mesh: Mesh
+) -> Float[Tensor, "b_y f"]:
     """Compute this rank's block of Y = X W, differentiably.
 
     Layouts: x, w and the result lie as ``scheme.X``, ``scheme.W`` and ``scheme.Y`` say.
     Traffic: ``scheme.traffic``.
-    Memory kept for backward: x and w, this rank's blocks and nothing that was gathered from others.
+    Memory kept for backward: x and w, this rank's blocks and nothing that was gathered from others; a scheme
+    that keeps more is put together from differentiable parts, and brings its own ``differentiable``.
+    Raises RefusedError, before any communication, where the mesh has not the grid that the scheme needs.
     """
+    check_grid(scheme, mesh.sizes)
+    if hasattr(scheme, "differentiable"):
+        return scheme.differentiable(x, w, mesh)
     return _Linear.apply(x, w, scheme, mesh)
 
 
@@ -66,7 +71,8 @@ class TensorParallelLinear(nn.Module):
     the sum of dY over all rows of B: a scheme that cuts B leaves every rank with a sum over its own rows, and
     ``copy_sum`` adds these up.
 
-    Input ``[..., d]``, output ``[..., f]``; the leading dims together are the scheme's B.
+    Input ``[..., d]``, output ``[..., f]``; the leading dims together are the scheme's B, and of several the
+    first is cut.
     Traffic: the scheme's. Where Y's B is cut (not in 1D), and for each axis of p ranks that cuts it, also one
     all-reduce of the bias gradient, 2 (p-1)/p f elements backward.
     """
@@ -97,7 +103,7 @@ class TensorParallelLinear(nn.Module):
             parallel.get_parameter(name).requires_grad_(parameter.requires_grad)
         return parallel
 
-    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... f"]:
+    def forward(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows_of_y f"]:
         self._check(x)
         y = tensor_parallel_linear(x.reshape(-1, x.shape[-1]), self.weight, self.scheme, self.mesh)
         if self.bias is not None:
@@ -105,7 +111,8 @@ class TensorParallelLinear(nn.Module):
             for axis in self.scheme.Y.dim("B"):
                 bias = copy_sum(bias, self.mesh[axis])
             y = y + bias
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        rows = (-1, *x.shape[1:-1]) if x.dim() > 1 else ()  # of 3D's Y another number may lie here
+        return y.reshape(*rows, y.shape[-1])
 
     def _check(self, x: Tensor) -> None:
         layout, mesh = self.scheme.X.last(), self.mesh
@@ -118,6 +125,9 @@ class TensorParallelLinear(nn.Module):
                 f"rank {mesh.rank} (at {place}) was given shape {tuple(x.shape)}. "
                 f"Does the layer before it leave its Y as {layout!r}?"
             )
+        if x.dim() > 1:
+            B = x.shape[0] * self.scheme.X.n_blocks(mesh.sizes)[0]
+            self.scheme.Y.local_shape((B, self.F), mesh.sizes)
 
     def extra_repr(self) -> str:
         blocks = [
@@ -133,6 +143,7 @@ def check_sizes(scheme: Scheme, D: int, F: int, sizes: Mapping[str, int]) -> Non
 
     All but the number of rows B, which a layer learns only with its input.
     """
+    check_grid(scheme, sizes)
     scheme.X.last().local_shape((D,), sizes)
     scheme.W.local_shape((D, F), sizes)
     scheme.Y.last().local_shape((F,), sizes)

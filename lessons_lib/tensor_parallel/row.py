@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lessons_lib.layout import Layout
 from lessons_lib.mesh import Mesh
+from lessons_lib.tensor_parallel.scheme import blocks
 from lessons_lib.timeline import ring_traffic
 
 
@@ -51,3 +52,8 @@ class Row:
 
     def traffic(self, B: int, D: int, F: int, sizes: Mapping[str, int]) -> dict[str, int | Fraction]:
         return {"forward": ring_traffic("all_reduce", B * F, sizes["tp"]), "backward": 0}
+
+    def memory(self, B: int, D: int, F: int, sizes: Mapping[str, int]) -> dict[str, int]:
+        x, w, y = blocks(self, B, D, F, sizes)
+        rest = x + w + y
+        return {"rest": rest, "forward": rest + y, "backward": rest + x + w}  # Y: a term, and the sum
