@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lessons_lib.tensor_parallel.cannon import Cannon
     from lessons_lib.tensor_parallel.column import Column
     from lessons_lib.tensor_parallel.cube import Cube, CubeKept
+    from lessons_lib.tensor_parallel.layer_norm import ParallelLayerNorm
     from lessons_lib.tensor_parallel.linear import TensorParallelLinear, tensor_parallel_linear
     from lessons_lib.tensor_parallel.row import Row
     from lessons_lib.tensor_parallel.scheme import PricedScheme, Scheme
@@ -30,6 +31,7 @@ __all__ = [
     "Column",
     "Cube",
     "CubeKept",
+    "ParallelLayerNorm",
     "PricedScheme",
     "Row",
     "Scheme",
@@ -49,6 +51,7 @@ __getattr__, __dir__ = lazy(
         "Cube": ".cube",
         "CubeKept": ".cube",
         "Row": ".row",
+        "ParallelLayerNorm": ".layer_norm",
         "PricedScheme": ".scheme",
         "Scheme": ".scheme",
         "Summa": ".summa",
