@@ -65,10 +65,27 @@ class Event:
     where: Where
     peer: int | None = None  # global rank of the other side of a send or recv
     region: str = ""
+    pieces: tuple[int, ...] = ()  # bytes for each member, where they go straight there: see sent_to
 
     @property
     def is_collective(self) -> bool:
         return self.kind in COLLECTIVES
+
+    @property
+    def sent_to(self) -> dict[int, int]:
+        """Bytes for each global rank that got any: together ``bytes_sent``.
+
+        A send goes to its peer. An all-to-all, a gather and a scatter go straight to the members they
+        are for; all other collectives go to the next member of the ring.
+        """
+        if self.pieces:
+            return {rank: n for rank, n in zip(self.members, self.pieces, strict=True) if n}
+        if not self.bytes_sent:
+            return {}
+        if self.peer is not None:
+            return {self.peer: self.bytes_sent}
+        following = (self.members.index(self.rank) + 1) % len(self.members)
+        return {self.members[following]: self.bytes_sent}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,20 +215,28 @@ class TrafficRow:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Who sent how much: one row per kind and group, one column per rank."""
+    """Who sent how much: one row per kind and group, one column per rank.
+
+    ``between[source][destination]`` are the bytes that went from one rank to another, in all.
+    """
 
     n_ranks: int
     rows: tuple[TrafficRow, ...] = field(default=())
+    between: tuple[tuple[int, ...], ...] = field(default=())
 
     @classmethod
     def of(cls, events: Iterable[Event], n_ranks: int) -> Traffic:
         calls: dict[tuple[str, str], list[int]] = {}
         sent: dict[tuple[str, str], list[int]] = {}
+        between = [[0] * n_ranks for _ in range(n_ranks)]
         for event in events:
             key = event.kind, event.group
             calls.setdefault(key, [0] * n_ranks)[event.rank] += 1
             sent.setdefault(key, [0] * n_ranks)[event.rank] += event.bytes_sent
-        return cls(n_ranks, tuple(TrafficRow(*key, tuple(calls[key]), tuple(sent[key])) for key in calls))
+            for destination, n_bytes in event.sent_to.items():
+                between[event.rank][destination] += n_bytes
+        rows = tuple(TrafficRow(*key, tuple(calls[key]), tuple(sent[key])) for key in calls)
+        return cls(n_ranks, rows, tuple(map(tuple, between)))
 
     def bytes_sent(self, rank: int) -> int:
         return sum(row.bytes_sent[rank] for row in self.rows)

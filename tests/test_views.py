@@ -16,6 +16,7 @@ from lessons_lib.timeline import Event, Message, Span, Timeline, Traffic, Where
 from lessons_lib.views import colours, lanes, layout_picture
 from lessons_lib.views.axes import Rows, TimeAxis
 from lessons_lib.views.bars import CLOSE, MARK, bars, is_crowded
+from lessons_lib.views.cube import FADED
 from lessons_lib.views.ranks import APART, LEFT, MOST_ROWS, RIGHT
 from lessons_lib.views.svg import WIDTH, Figure, escape, fit, text_width
 
@@ -134,6 +135,18 @@ def test_everybody_tells_colours_apart(sight):
     for palette, least in ((operations, 9.5), (colours.RANK_COLOURS, 16), (colours.AXIS_COLOURS, 18)):
         for one, other in itertools.combinations(sorted(palette), 2):
             assert distance(one, other, sight) >= least, (one, other)
+
+
+@pytest.mark.parametrize("sight", SEEN)
+@pytest.mark.parametrize("theme", colours.THEMES.values(), ids=colours.THEMES)
+def test_everybody_sees_what_a_cube_has_in_focus(sight, theme):
+    """Axes against each other, against the ranks on none of them and the one in focus; pale ranks."""
+    others = colours.mix(theme.panel, theme.hatch, 0.35), theme.ink
+    for one, other in itertools.combinations([*colours.AXIS_COLOURS, *others], 2):
+        assert distance(one, other, sight) >= 14, (one, other)
+    pale = [colours.mix(theme.card, colour, FADED) for colour in colours.RANK_COLOURS]
+    for one, other in itertools.combinations(pale, 2):
+        assert distance(one, other, sight) >= 7, (one, other)
 
 
 def test_families_and_passes_differ_in_lightness():
@@ -467,6 +480,19 @@ def test_messages_are_arrows_from_lane_to_lane():
     assert float(head.get("points", "").split()[0].split(",")[1]) < y1
 
 
+def test_of_very_many_messages_some_are_drawn_and_the_legend_says_how_many():
+    def chatter(n):
+        spans = [Span(rank, at, at, kind) for rank, kind in ((0, "send"), (1, "recv")) for at in range(n)]
+        messages = tuple(Message(0, float(at), 1, float(at)) for at in range(n))
+        return lanes(Timeline(2, (*spans, Span(0, 0, n, "compute")), messages), title="t")
+
+    few, many = chatter(20), chatter(1000)
+    drawn = len(shapes(many, "rank 0 to rank 1")) // 2  # a line and a head
+    assert len(shapes(few, "rank 0 to rank 1")) == 40 and not any("messages" in word for word in texts(few))
+    assert 20 <= drawn <= (RIGHT - LEFT) / APART + 1
+    assert f"{drawn} of 1,000 messages" in texts(many) and "with 1,000 messages between them" in many.alt
+
+
 def test_lanes_that_meet_are_joined_and_others_are_not():
     timeline = Timeline(4, tuple(Span(rank, 0.0, 1.0, "all_reduce") for rank in range(4)))
     events = [event(rank, group="row", members=(rank // 2 * 2, rank // 2 * 2 + 1)) for rank in range(4)]
@@ -630,7 +656,7 @@ def test_no_communication_is_said():
 
 
 def test_a_long_table_is_cut_but_its_total_is_not():
-    events = [event(0, group=f"group {at}", bytes_sent=10) for at in range(MOST_ROWS + 5)]
+    events = [event(0, group=f"group {at}", members=(0,), bytes_sent=10) for at in range(MOST_ROWS + 5)]
     figure = lanes(Timeline(1, ()), Traffic.of(events, 1), title="t")
     words = texts(figure)
     assert words.count("all_reduce") == MOST_ROWS and "5 further rows, in the total" in words
@@ -639,7 +665,7 @@ def test_a_long_table_is_cut_but_its_total_is_not():
 
 def test_a_long_group_name_is_cut_and_whole_on_hover():
     name = "the tensor parallel group of the third replica of the data parallel mesh"
-    figure = lanes(Timeline(1, ()), Traffic.of([event(0, group=name)], 1), title="t")
+    figure = lanes(Timeline(1, ()), Traffic.of([event(0, group=name, members=(0,))], 1), title="t")
     (shown,) = (each for each in parsed(figure).iter(f"{SVG}text") if each.findtext(f"{SVG}title") == name)
     words = written(shown)
     assert words.endswith("…") and name.startswith(words[:-1]) and len(words) > 25
@@ -811,9 +837,10 @@ def test_what_a_picture_of_a_layout_refuses():
     with pytest.raises(RefusedError, match=r"rank=4: a mesh of row=2, col=2 has the ranks 0 to 3\."):
         layout_picture(Layout("B"), (4,), {"row": 2, "col": 2}, rank=4)
     with pytest.raises(
-        RefusedError, match=r"is cut in 3 dims \(B, S, D\); a picture shows two.*Layout\(\"S@b D@c\"\)"
+        RefusedError,
+        match=r"is cut in 4 dims \(B, S, D, K\); a picture shows three.*Layout\(\"S@b D@c K@d\"\)",
     ):
-        layout_picture(Layout("B@a S@b D@c"), (2, 2, 2), {"a": 1, "b": 1, "c": 1})
+        layout_picture(Layout("B@a S@b D@c K@d"), (2, 2, 2, 2), {"a": 1, "b": 1, "c": 1, "d": 1})
     with pytest.raises(RefusedError, match=r"Legal degrees for 10: 1, 2, 5, 10\."):
         layout_picture(Layout("B@tp"), (10,), {"tp": 4})
 
@@ -825,6 +852,6 @@ def test_the_package_is_lazy_and_lists_its_names():
     assert dir(views) == views.__all__
     assert all(getattr(views, name).__name__ == name for name in views.__all__)
     with pytest.raises(
-        AttributeError, match="has no attribute 'gantt'; it has Figure, lanes, layout_picture"
+        AttributeError, match=r"has no attribute 'gantt'; it has Figure, .*lanes, layout_picture"
     ):
         views.gantt  # noqa: B018

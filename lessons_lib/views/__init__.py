@@ -1,8 +1,8 @@
 """Pictures of records and layouts: data in, SVG out (curves: matplotlib).
 
 >>> from lessons_lib import views
->>> views.__all__
-['Figure', 'lanes', 'layout_picture', 'loss_curves']
+>>> "layout_picture" in views.__all__
+True
 """
 
 from __future__ import annotations
@@ -12,14 +12,42 @@ from typing import TYPE_CHECKING
 from lessons_lib._lazy import lazy
 
 if TYPE_CHECKING:
+    from lessons_lib.views.cube import cube_picture
     from lessons_lib.views.curves import loss_curves
+    from lessons_lib.views.grid import mesh_picture
     from lessons_lib.views.layouts import layout_picture
+    from lessons_lib.views.pipeline import pipeline_picture
     from lessons_lib.views.ranks import lanes
+    from lessons_lib.views.steps import collective_step
     from lessons_lib.views.svg import Figure
+    from lessons_lib.views.traffic import traffic_matrix
+    from lessons_lib.views.waits import wait_graph
 
-__all__ = ["Figure", "lanes", "layout_picture", "loss_curves"]
+__all__ = [
+    "Figure",
+    "collective_step",
+    "cube_picture",
+    "lanes",
+    "layout_picture",
+    "loss_curves",
+    "mesh_picture",
+    "pipeline_picture",
+    "traffic_matrix",
+    "wait_graph",
+]
 
 __getattr__, __dir__ = lazy(
     __name__,
-    {"Figure": ".svg", "lanes": ".ranks", "layout_picture": ".layouts", "loss_curves": ".curves"},
+    {
+        "Figure": ".svg",
+        "collective_step": ".steps",
+        "cube_picture": ".cube",
+        "lanes": ".ranks",
+        "layout_picture": ".layouts",
+        "loss_curves": ".curves",
+        "mesh_picture": ".grid",
+        "pipeline_picture": ".pipeline",
+        "traffic_matrix": ".traffic",
+        "wait_graph": ".waits",
+    },
 )

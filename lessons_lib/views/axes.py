@@ -106,4 +106,13 @@ class Rows:
 
     def every(self, height: float) -> int:
         """Each how many-th rank has room for something ``height`` pixels high: 1, 2, 4, 8, ..."""
-        return 1 << max(0, math.ceil(math.log2(height / self.pitch)))
+        return every(height, self.pitch)
+
+
+def every(need: float, pitch: float) -> int:
+    """Each how many-th of things ``pitch`` apart has room for ``need`` pixels: 1, 2, 4, 8, ...
+
+    >>> every(14, 20), every(14, 9), every(14, 4)
+    (1, 2, 4)
+    """
+    return 1 << max(0, math.ceil(math.log2(need / pitch)))

@@ -7,6 +7,8 @@ hatched and a partial sum dotted. Tests hold all this.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST_RANK_COLOURS = 8  # from nine ranks on, axes are coloured instead
@@ -90,12 +92,31 @@ def rank_colour(rank: int, n_ranks: int) -> str | None:
     return RANK_COLOURS[rank] if n_ranks <= MOST_RANK_COLOURS else None
 
 
+def axis_colour(axis: str, axes: Iterable[str]) -> str:
+    """The colour of one of the axes of a mesh.
+
+    >>> axis_colour("col", {"row": 2, "col": 2})
+    '#4fb3a2'
+    """
+    return AXIS_COLOURS[list(axes).index(axis) % len(AXIS_COLOURS)]
+
+
 def operation_colour(kind: str) -> str:
     return OPERATIONS.get(kind, (UNKNOWN_OPERATION, kind))[0]
 
 
 def operation_name(kind: str) -> str:
     return OPERATIONS.get(kind, (UNKNOWN_OPERATION, kind))[1]
+
+
+def mix(one: str, other: str, share: float) -> str:
+    """``one`` with a ``share`` of ``other`` in it.
+
+    >>> mix("#ffffff", "#000000", 0.0), mix("#ffffff", "#0072B2", 0.5)
+    ('#ffffff', '#80b9d9')
+    """
+    channels = ((int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5))
+    return "#" + "".join(f"{math.floor(a + (b - a) * share + 0.5):02x}" for a, b in channels)
 
 
 def luminance(colour: str) -> float:

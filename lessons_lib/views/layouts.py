@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout, coordinates
 from lessons_lib.timeline import ranks_text
-from lessons_lib.views.colours import AXIS_COLOURS, MOST_RANK_COLOURS, rank_colour, text_on
+from lessons_lib.views.axes import every
+from lessons_lib.views.colours import MOST_RANK_COLOURS, axis_colour, rank_colour, text_on
 from lessons_lib.views.svg import MARGIN, SMALL, WIDTH, Figure, fit, text_width
 
 PANEL = 588  # where the panel about one rank begins
@@ -17,7 +18,10 @@ BRACKET = 20  # thickness of the brackets that show an axis
 SIGNS = {"+": 16.0, ",": 11.0, "and": 36.0}  # what stands between two chips, and its width
 PANEL_ROW = 24  # height of a line in the panel
 
-Drawn = tuple[int | None, int | None]  # which dim runs down, which across
+MOST_LAYERS = 6
+BETWEEN = 16.0  # layers
+
+Drawn = tuple[int | None, int | None, int | None]  # which dim is cut into layers, runs down, runs across
 Copies = tuple[tuple[int, ...], ...]  # for each copy of a block the ranks whose terms add up to it
 Box = tuple[float, float, float, float]  # x, y, width, height
 
@@ -39,28 +43,30 @@ dim F is cut over col into 2 blocks of 3; each rank holds 2 × 3, which is 1/4 o
 
     Blocks on several ranks are stacks of cards: ``0 and 2`` hold copies, ``0 + 1`` two terms of a sum
     that nobody has added up (dotted). Brackets show the mesh axes, the one that cuts first outside. Of
-    a tensor with more than two dims the cut ones are drawn.
+    a tensor with more than two dims the cut ones are drawn; where three are cut, the first in layers.
     """
     layout = Layout(layout) if isinstance(layout, str) else layout
     local = layout.local_shape(shape, sizes)
     n_ranks = math.prod(sizes.values())
-    if not 0 <= rank < n_ranks:
-        raise RefusedError(f"rank={rank}: a mesh of {_of(sizes)} has the ranks 0 to {n_ranks - 1}.")
+    mine = layout.block(sizes, rank_of(sizes, rank))
     drawn = _drawn_dims(layout)
+    ranks_words = f"{n_ranks} rank{'s' if n_ranks > 1 else ''}"
     figure = Figure(
         f"{name} laid out as {str(layout) or 'a scalar'}",
         _alt(layout, shape, local, sizes, name),
-        subtitle=f"{_times(shape)} on a mesh of {_of(sizes)}: {n_ranks} rank{'s' if n_ranks > 1 else ''}",
+        subtitle=f"{_times(shape)} on a mesh of {mesh_words(sizes)}: {ranks_words}",
         theme=theme,
     )
-    grid = _grid(figure, layout, shape, sizes, drawn)
-    _rulers(figure, grid, layout, shape, sizes, drawn)
-    mine = layout.block(sizes, coordinates(sizes)[rank])
+    grids = _grids(figure, layout, shape, sizes, drawn, mine)
+    for layer, grid in grids.items():
+        _layer_heading(figure, grid, layout, shape, sizes, drawn[0], layer)
+        _rulers(figure, grid, layout, shape, sizes, drawn)
     blocks = layout.owners(sizes).items()
     for index, ranks in sorted(blocks, key=lambda block: block[0] != mine):  # its outline below all text
-        row, col = (0 if at is None else index[at] for at in drawn)
-        copies = _copies(layout, sizes, ranks)
-        _block(figure, grid, row, col, copies, n_ranks, index == mine, f"{name}{list(index)}")
+        layer, row, col = (0 if at is None else index[at] for at in drawn)
+        if layer in grids:
+            copies = _copies(layout, sizes, ranks)
+            _block(figure, grids[layer], row, col, copies, n_ranks, index == mine, f"{name}{list(index)}")
     _panel(figure, layout, shape, local, sizes, name, rank)
     return figure
 
@@ -69,20 +75,20 @@ def _drawn_dims(layout: Layout) -> Drawn:
     """All dims, or the cut ones, filled up with the last of the others."""
     dims = range(len(layout.dims))
     cut = [at for at in dims if layout.cuts[at]]
-    if len(cut) > 2:
+    if len(cut) > 3:
         raise RefusedError(
             f"{layout!r} is cut in {len(cut)} dims ({', '.join(layout.dims[at] for at in cut)}); a picture "
-            f"shows two. Draw a part of it, for example {layout.drop(layout.dims[cut[0]])!r}."
+            f"shows three. Draw a part of it, for example {layout.drop(layout.dims[cut[0]])!r}."
         )
     uncut = [at for at in reversed(dims) if not layout.cuts[at]]
-    shown: list[int | None] = [*sorted([*cut, *uncut[: 2 - len(cut)]])]
-    down, across = [None] * (2 - len(shown)) + shown
-    return down, across
+    shown: list[int | None] = [*sorted([*cut, *uncut[: max(0, 2 - len(cut))]])]
+    layers, down, across = [None] * (3 - len(shown)) + shown
+    return layers, down, across
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where the blocks are."""
+    """Where the blocks are, and where the rulers beside and above them begin."""
 
     x: float
     y: float
@@ -90,26 +96,78 @@ class Grid:
     height: float
     rows: int
     cols: int
+    left: float = 0.0
+    top: float = 0.0
 
     def cell(self, row: int, col: int) -> Box:
         width, height = self.width / self.cols, self.height / self.rows
         return self.x + col * width, self.y + row * height, width, height
 
 
-def _grid(
-    figure: Figure, layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], drawn: Drawn
-) -> Grid:
+def _grids(
+    figure: Figure,
+    layout: Layout,
+    shape: Sequence[int],
+    sizes: Mapping[str, int],
+    drawn: Drawn,
+    mine: Sequence[int],
+) -> dict[int, Grid]:
+    """One grid, or one for every layer; of very many layers, the one where ``mine`` is."""
     n_blocks = layout.n_blocks(sizes)
-    down, across = drawn
-    rows, cols = (1 if at is None else n_blocks[at] for at in drawn)
-    brackets = [(BRACKET + 4) * (0 if at is None else len(layout.cuts[at])) for at in drawn]
-    x = MARGIN + brackets[0] + (BRACKET if down is not None else 0.0)
+    layers, down, across = drawn
+    _, rows, cols = (1 if at is None else n_blocks[at] for at in drawn)
+    beside, above = ((BRACKET + 4.0) * (0 if at is None else len(layout.cuts[at])) for at in (down, across))
     if down is not None:
-        x += max(36.0, 14 + max(text_width(words, SMALL) for words in _ranges(shape[down], rows)))
-    y = figure.top + 16 + brackets[1] + (26 if across is not None else 0)
-    height = min(max(rows * 84, 170 if rows > 1 else 110), 400) if rows <= 25 else min(rows * 16, 576)
-    panel = figure.top + _panel_height(layout, sizes)
-    return Grid(x, y, PANEL - 24 - x, max(height, panel - y), rows, cols)
+        beside += BRACKET + max(
+            36.0, 14 + max(text_width(words, SMALL) for words in _ranges(shape[down], rows))
+        )
+    above += 16 + (26 if across is not None else 0)
+    room = PANEL - 24 - MARGIN
+    if layers is None:
+        y = figure.top + above
+        least = min(max(rows * 84, 170 if rows > 1 else 110), 400) if rows <= 25 else min(rows * 16, 576)
+        height = max(least, figure.top + _panel_height(layout, sizes) - y)
+        return {0: Grid(MARGIN + beside, y, room - beside, height, rows, cols, MARGIN, figure.top)}
+    shown = range(n_blocks[layers]) if n_blocks[layers] <= MOST_LAYERS else [mine[layers]]
+    side_by_side = len(shown)
+    while side_by_side > 1 and (room + BETWEEN) / side_by_side - BETWEEN - beside < 56 * cols:
+        side_by_side -= 1
+    width = (room + BETWEEN) / side_by_side - BETWEEN
+    height = float(min(max(rows * 48, 96), 400))
+    grids = {}
+    for number, layer in enumerate(shown):
+        at_row, at_col = divmod(number, side_by_side)
+        left = MARGIN + at_col * (width + BETWEEN)
+        top = figure.top + BRACKET + 14 + at_row * (above + height + BRACKET + 14 + BETWEEN)
+        grids[layer] = Grid(left + beside, top + above, width - beside, height, rows, cols, left, top)
+    return grids
+
+
+def _layer_heading(
+    figure: Figure,
+    grid: Grid,
+    layout: Layout,
+    shape: Sequence[int],
+    sizes: Mapping[str, int],
+    dim: int | None,
+    layer: int,
+) -> None:
+    """Which part of the first dim a layer is, and where on the mesh."""
+    if dim is None:
+        return
+    axes = layout.cuts[dim]
+    place, rest = {}, layer
+    for axis in reversed(axes):
+        rest, place[axis] = divmod(rest, sizes[axis])
+    part = _ranges(shape[dim], layout.n_blocks(sizes)[dim])[layer]
+    where = mesh_words({axis: place[axis] for axis in axes})
+    fill = axis_fill(figure, axes[0], sizes)
+    width = grid.x + grid.width - grid.left
+    figure.rect(
+        grid.left, grid.top - BRACKET - 14, width, BRACKET + 2, fill, line=figure.theme.line, radius=3
+    )
+    words = fit(f"{layout.dims[dim]} {part} · {where}", width - 10, bold=True)
+    figure.text(grid.left + width / 2, grid.top - 18.5, words, anchor="middle", fill=text_on(fill), bold=True)
 
 
 # Rulers: names and sizes of the dims, index ranges, and a bracket per axis, outermost first
@@ -123,26 +181,26 @@ def _rulers(
     sizes: Mapping[str, int],
     drawn: Drawn,
 ) -> None:
-    for at, vertical in zip(drawn, (True, False), strict=True):
+    for at, vertical in zip(drawn[1:], (True, False), strict=True):
         if at is None:
             continue
         words = f"{layout.dims[at]} = {shape[at]}"
         if vertical:
             shown, at_y = fit(words, grid.height, 14, bold=True), grid.y + grid.height / 2
-            figure.text(MARGIN + 11, at_y, shown, size=14, anchor="middle", bold=True, turn=-90)
+            figure.text(grid.left + 11, at_y, shown, size=14, anchor="middle", bold=True, turn=-90)
         else:
             shown = fit(words, grid.width, 14, bold=True)
-            figure.text(grid.x + grid.width / 2, figure.top + 10, shown, size=14, anchor="middle", bold=True)
-        outer = MARGIN + BRACKET if vertical else figure.top + 18
+            figure.text(grid.x + grid.width / 2, grid.top + 10, shown, size=14, anchor="middle", bold=True)
+        outer = grid.left + BRACKET if vertical else grid.top + 18
         n_blocks = 1
         for axis in layout.cuts[at]:
             n_blocks *= sizes[axis]
-            _brackets(figure, grid, axis, sizes, n_blocks, outer, vertical)
+            brackets(figure, grid, axis, sizes, n_blocks, outer, vertical)
             outer += BRACKET + 4
         _range_labels(figure, grid, _ranges(shape[at], n_blocks), vertical)
 
 
-def _brackets(
+def brackets(
     figure: Figure,
     grid: Grid,
     axis: str,
@@ -152,8 +210,7 @@ def _brackets(
     vertical: bool,
 ) -> None:
     """A box for each index along a mesh axis, beside the blocks it stands for."""
-    many = math.prod(sizes.values()) > MOST_RANK_COLOURS
-    colour = AXIS_COLOURS[list(sizes).index(axis) % len(AXIS_COLOURS)] if many else figure.theme.panel
+    colour = axis_fill(figure, axis, sizes)
     each = (grid.height if vertical else grid.width) / n_parts
     last = sizes[axis] - 1  # the longest label decides for all
     named = text_width(f"{axis}={last}", SMALL) <= each - 6
@@ -172,6 +229,12 @@ def _brackets(
             figure.text(middle_x, middle_y + 4.3, shown, size=SMALL, anchor="middle", fill=ink)
 
 
+def axis_fill(figure: Figure, axis: str, sizes: Mapping[str, int]) -> str:
+    """The colour of an axis where there are more ranks than colours for them."""
+    many = math.prod(sizes.values()) > MOST_RANK_COLOURS
+    return axis_colour(axis, sizes) if many else figure.theme.panel
+
+
 def _ranges(size: int, n_blocks: int) -> list[str]:
     """The index range of every block, written as in a slice."""
     local = size // n_blocks
@@ -183,17 +246,12 @@ def _range_labels(figure: Figure, grid: Grid, words: Sequence[str], vertical: bo
     pitch = (grid.height if vertical else grid.width) / len(words)
     need = 15 if vertical else max(text_width(each, SMALL) for each in words) + 8
     muted = figure.theme.muted
-    for at in range(0, len(words), _every(need, pitch)):
+    for at in range(0, len(words), every(need, pitch)):
         middle = (at + 0.5) * pitch
         if vertical:
             figure.text(grid.x - 6, grid.y + middle + 4.3, words[at], size=SMALL, anchor="end", fill=muted)
         else:
             figure.text(grid.x + middle, grid.y - 7, words[at], size=SMALL, anchor="middle", fill=muted)
-
-
-def _every(need: float, pitch: float) -> int:
-    """Each how many-th of things ``pitch`` apart has room for ``need`` pixels: 1, 2, 4, 8, ..."""
-    return 1 << max(0, math.ceil(math.log2(need / pitch)))
 
 
 # Blocks and their owners
@@ -255,10 +313,10 @@ def _owner(figure: Figure, grid: Grid, row: int, col: int, rank: int, fill: str,
             return
     words = f"rank {rank}"
     half = text_width(words, SMALL) / 2 + 2
-    if width < height and col % _every(17, width) == 0 and 2 * half <= height:
+    if width < height and col % every(17, width) == 0 and 2 * half <= height:
         figure.rect(middle_x - 7, middle_y - half, 14, 2 * half, fill, radius=3)
         figure.text(middle_x + 4.3, middle_y, words, size=SMALL, anchor="middle", fill=ink, turn=-90)
-    elif width >= height and row % _every(16, height) == 0 and 2 * half <= width:
+    elif width >= height and row % every(16, height) == 0 and 2 * half <= width:
         figure.rect(middle_x - half, middle_y - 7, 2 * half, 14, fill, radius=3)
         figure.text(middle_x, middle_y + 4.3, words, size=SMALL, anchor="middle", fill=ink)
 
@@ -349,7 +407,7 @@ def _panel(
     share = layout.share(sizes)
     colour = rank_colour(rank, math.prod(sizes.values()))
     rows = [
-        ("at", _of(place)),
+        ("at", mesh_words(place)),
         (f"global {name}", _product(shape)),
         (f"local {name.lower()}", _product(local)),
     ]
@@ -404,7 +462,7 @@ def _alt(
     part = "all" if share == 1 else share
     parts.append(f"each rank holds {_times(local)}, which is {part} of the elements")
     of = f"{str(layout) or 'of a scalar'} of {name}"
-    return f"Layout {of}, {_times(shape)}, on a mesh of {_of(sizes)}: {'; '.join(parts)}."
+    return f"Layout {of}, {_times(shape)}, on a mesh of {mesh_words(sizes)}: {'; '.join(parts)}."
 
 
 def _what(n_copies: int, n_terms: int) -> str:
@@ -421,5 +479,13 @@ def _product(shape: Sequence[int]) -> str:
     return f"{_times(shape)} = {math.prod(shape):,}" if len(shape) > 1 else _times(shape)
 
 
-def _of(sizes: Mapping[str, int]) -> str:
+def rank_of(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Where a rank is on the mesh, if it is on it."""
+    n_ranks = math.prod(sizes.values())
+    if not 0 <= rank < n_ranks:
+        raise RefusedError(f"rank={rank}: a mesh of {mesh_words(sizes)} has the ranks 0 to {n_ranks - 1}.")
+    return coordinates(sizes)[rank]
+
+
+def mesh_words(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -70,7 +70,8 @@ def lanes(
     alt = _alt(timeline, traffic, notes, memory, axis, title)
     figure = Figure(title, alt, subtitle=subtitle, theme=theme)
     crowded = is_crowded(timeline.spans, axis)
-    keys = _keys(figure, timeline, memory, axis, crowded)
+    arrows = _arrows(timeline, axis, crowded)
+    keys = _keys(figure, timeline, memory, axis, crowded, len(arrows))
     top = figure.legend(keys, figure.top) if keys else figure.top
     rows = Rows.below(top + 2, timeline.n_ranks, ticks=crowded, memory=bool(memory))
 
@@ -90,7 +91,7 @@ def lanes(
             figure.line(piece, join.colour, width=thin, tip=join.tip)
     communications = [span for span in timeline.spans if depth(span.kind) == 2]
     _bars(figure, rows, axis, marks(communications, axis, TICK if crowded else MARK), crowded)
-    _messages(figure, rows, axis, timeline.messages)
+    _messages(figure, rows, axis, arrows)
     _ends(figure, rows, axis, notes, failed)
     _beside(figure, rows, axis, notes, memory)
     if cursor is not None and cursor <= end:
@@ -145,7 +146,12 @@ def _count(n: int, thing: str) -> str:
 
 
 def _keys(
-    figure: Figure, timeline: Timeline, memory: Sequence[Curve], axis: TimeAxis, crowded: bool
+    figure: Figure,
+    timeline: Timeline,
+    memory: Sequence[Curve],
+    axis: TimeAxis,
+    crowded: bool,
+    n_arrows: int,
 ) -> list[Key]:
     """Only what occurs, in an order that never changes; of ticks, which are many, the number."""
     calls: dict[str, list[int]] = {}
@@ -163,7 +169,10 @@ def _keys(
             keys.append(Key(operation_colour(kind), f"{count} {operation_name(kind)} per rank", "ticks"))
         else:
             keys.append(Key(operation_colour(kind), operation_name(kind)))
-    if timeline.messages and "send" not in calls:
+    n_messages = len(timeline.messages)
+    if crowded and n_arrows < n_messages:
+        keys.append(Key(operation_colour("send"), f"{n_arrows:,} of {n_messages:,} messages"))
+    elif timeline.messages and "send" not in calls:
         keys.append(Key(operation_colour("send"), "message"))
     if WAITING in calls:
         keys.append(Key(figure.waiting(), "waiting"))
@@ -276,17 +285,26 @@ def _tip(bar: Bar, axis: TimeAxis) -> str:
     return f"rank {span.rank}, {_name(span.kind)}, {when}{label}"
 
 
-def _messages(figure: Figure, rows: Rows, axis: TimeAxis, messages: Sequence[Message]) -> None:
-    """Arrows from lane to lane; of arrows that would cover each other, the first."""
-    colour = operation_colour("send")
+def _arrows(timeline: Timeline, axis: TimeAxis, crowded: bool) -> list[Message]:
+    """The messages to draw: of those between two ranks that would hide each other or the work, the first."""
+    apart = APART * max(1.0, timeline.n_ranks / 8) if crowded else HEAD
+    drawn: list[Message] = []
     last: dict[tuple[int, int], tuple[float, float]] = {}
-    for message in sorted(messages, key=lambda message: message.sent):
+    for message in sorted(timeline.messages, key=lambda message: message.sent):
         x, end_x = axis.x(float(message.sent)), axis.x(float(message.received))
         ends = message.source, message.destination
         before = last.get(ends)
-        if before and x - before[0] < HEAD and abs(end_x - before[1]) < HEAD:
-            continue
-        last[ends] = x, end_x
+        if before is None or x - before[0] >= apart or abs(end_x - before[1]) >= apart:
+            last[ends] = x, end_x
+            drawn.append(message)
+    return drawn
+
+
+def _messages(figure: Figure, rows: Rows, axis: TimeAxis, messages: Iterable[Message]) -> None:
+    """Arrows from lane to lane."""
+    colour = operation_colour("send")
+    for message in messages:
+        x, end_x = axis.x(float(message.sent)), axis.x(float(message.received))
         down = message.destination > message.source
         leave = rows.y(message.source) + (rows.height if down else 0)
         arrive = rows.y(message.destination) + (0 if down else rows.height)

@@ -86,7 +86,7 @@ class Key(NamedTuple):
 
     fill: str
     name: str
-    form: str = "block"  # or "ticks", which stand on a lane
+    form: str = "block"  # or "ticks", which stand on a lane, or "stack"
 
 
 class Figure:
@@ -199,10 +199,24 @@ class Figure:
             tip=tip,
         )
 
-    def polygon(self, points: Iterable[tuple[float, float]], fill: str, *, tip: str = "") -> None:
+    def polygon(
+        self,
+        points: Iterable[tuple[float, float]],
+        fill: str,
+        *,
+        line: str = "",
+        line_width: float = 1,
+        opacity: float = 1,
+        tip: str = "",
+    ) -> None:
         places = list(points)
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        self._add(f'polygon points="{path}" fill="{fill}"', max(y for _, y in places), tip=tip)
+        extra = ""
+        if line:
+            extra = f' stroke="{line}" stroke-width="{line_width:g}" stroke-linejoin="round"'
+        if opacity < 1:
+            extra += f' fill-opacity="{opacity:g}"'
+        self._add(f'polygon points="{path}" fill="{fill}"{extra}', max(y for _, y in places), tip=tip)
 
     def arrow(
         self,
@@ -260,6 +274,9 @@ class Figure:
             if key.form == "ticks":
                 self.rect(x, row_y + 6, 13, 7, self.theme.lane, line=self.theme.line, radius=1)
                 self.boxes([(x + 1.5 + 4 * at, row_y, 1.6, 6) for at in range(3)], key.fill)
+            elif key.form == "stack":
+                self.rect(x + 3, row_y, 11, 11, self.theme.lane, line=self.theme.muted, radius=2)
+                self.rect(x, row_y + 3, 11, 11, key.fill, line=self.theme.muted, radius=2)
             else:
                 self.rect(x, row_y, 13, 13, key.fill, line=self.theme.line, radius=2)
             self.text(x + 19, row_y + 11, shown, tip="" if shown == key.name else key.name)
