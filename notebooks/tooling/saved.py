@@ -30,6 +30,8 @@ def clean(notebook: NotebookNode) -> NotebookNode:
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
             clean_output(output)
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("data") != {}]
     return result
 
 
@@ -40,7 +42,8 @@ def clean_output(output: NotebookNode) -> None:
         output.traceback = [without_machine(line) for line in output.traceback]
         output.evalue = without_machine(output.evalue)
     else:
-        output.data.pop(WIDGET, None)
+        if output.data.pop(WIDGET, None) and output.data.keys() <= {"text/plain"}:
+            output.data.clear()  # the picture of these controls is the next output
         for mime, content in output.data.items():
             if isinstance(content, str) and not mime.startswith("image/png"):
                 output.data[mime] = without_machine(content)
