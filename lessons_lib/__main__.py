@@ -5,18 +5,25 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-COMMANDS = {  # name: (module with main(), what it takes, what it does)
-    "selfcheck": ("lessons_lib.selfcheck", "", "say what works here, and what to do about the rest"),
-    "train": ("lessons_lib.train.__main__", "[OPTION ...]", "train a small GPT across ranks (try --help)"),
+COMMANDS = {  # name: (module and function, what it takes, what it does)
+    "selfcheck": ("lessons_lib.selfcheck:main", "", "say what works here, and what to do about the rest"),
+    "start": ("lessons_lib.grading.work:start", "NN", "copy the exercise of lesson NN to my_work/"),
+    "reset": ("lessons_lib.grading.work:reset", "NN", "copy it anew, and keep the old copy under its date"),
+    "train": (
+        "lessons_lib.train.__main__:main",
+        "[OPTION ...]",
+        "train a small GPT across ranks (try --help)",
+    ),
 }
 
 
 def main(arguments: list[str]) -> int:
     """Run the command that ``arguments`` name, or list the commands; return the exit status."""
     name, *rest = arguments or [""]
-    module, takes, _ = COMMANDS.get(name, ("", "", ""))
-    if module and (takes or not rest):
-        run = import_module(module).main
+    where, takes, _ = COMMANDS.get(name, ("", "", ""))
+    if where and (takes or not rest):
+        module, function = where.split(":")
+        run = getattr(import_module(module), function)
         status: int = run(rest) if takes else run()
         return status
     if arguments:

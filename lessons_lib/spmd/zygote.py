@@ -1,8 +1,9 @@
 """A process that has torch loaded and turns into ranks on request, in milliseconds.
 
-It is started once per kernel. The launcher sends it the ends of some connections; it forks one
-child for each, which serves it, and tells how each child ended. Where a system cannot fork, or not
-safely, ranks are started one by one instead: ``python -m lessons_lib.spmd.zygote rank PORT NUMBER``.
+It is started once per kernel. The launcher sends it the ends of some connections and the name of a
+module; it forks one child for each, in which that module's ``serve(connection)`` runs, and tells how
+each child ended. Where a system cannot fork, or not safely, children are started one by one instead:
+``python -m lessons_lib.spmd.zygote alone PORT NUMBER MODULE``.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing.connection import Connection
 
 from lessons_lib.spmd import process_rank
 
 GRACE_S = 1.0  # how long ranks may take to notice that the launcher is gone
+LONGEST_NAME = 200  # of a module
 MOST_AT_ONCE = 200  # file descriptors that one message may carry: the system allows 253
 
 
@@ -31,10 +34,12 @@ def fork_on_request(control: socket.socket) -> None:
     while True:
         for key, _ in selector.select():
             if key.fileobj is control:
-                descriptors = _requested(control)
+                module, descriptors = _requested(control)
                 if not descriptors:
                     _end(list(children.values()))
-                pids = [_fork(descriptor, control, descriptors) for descriptor in descriptors]
+                if descriptors:
+                    import_module(module)  # once, for all children
+                pids = [_fork(module, descriptor, control, descriptors) for descriptor in descriptors]
                 for descriptor in descriptors:
                     os.close(descriptor)
                 _tell(control, ("started", pids))
@@ -50,13 +55,13 @@ def fork_on_request(control: socket.socket) -> None:
                 _tell(control, ("ended", pid, os.waitstatus_to_exitcode(status)))
 
 
-def _requested(control: socket.socket) -> list[int]:
-    """The ends of connections for new ranks; none if the launcher is gone."""
+def _requested(control: socket.socket) -> tuple[str, list[int]]:
+    """What new children run, and the ends of their connections; none if the launcher is gone."""
     try:
-        _, descriptors, *_ = socket.recv_fds(control, 1, MOST_AT_ONCE)
+        module, descriptors, *_ = socket.recv_fds(control, LONGEST_NAME, MOST_AT_ONCE)
     except OSError:
-        return []
-    return list(descriptors)
+        return "", []
+    return module.decode(), list(descriptors)
 
 
 def _end(children: list[int]) -> None:
@@ -70,7 +75,7 @@ def _end(children: list[int]) -> None:
     os._exit(0)
 
 
-def _fork(descriptor: int, control: socket.socket, descriptors: list[int]) -> int:
+def _fork(module: str, descriptor: int, control: socket.socket, descriptors: list[int]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -79,7 +84,7 @@ def _fork(descriptor: int, control: socket.socket, descriptors: list[int]) -> in
         for other in descriptors:
             if other != descriptor:
                 os.close(other)
-        process_rank.serve(Connection(descriptor))
+        import_module(module).serve(Connection(descriptor))
     finally:
         os._exit(1)
 
@@ -90,12 +95,12 @@ def _tell(control: socket.socket, message: object) -> None:
         control.sendall(len(data).to_bytes(4, "little") + data)
 
 
-def serve_alone(port: int, number: int, key: bytes) -> None:
-    """Be one rank, on a system that does not fork."""
+def serve_alone(port: int, number: int, module: str, key: bytes) -> None:
+    """Be one child, on a system that does not fork."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(key + number.to_bytes(4, "little"))
         descriptor = connection.detach()
-    process_rank.serve(Connection(descriptor))
+    import_module(module).serve(Connection(descriptor))
 
 
 def main(arguments: list[str]) -> None:
@@ -104,7 +109,7 @@ def main(arguments: list[str]) -> None:
         process_rank.warm_up()
         fork_on_request(socket.socket(fileno=int(arguments[1])))
     else:
-        serve_alone(int(arguments[1]), int(arguments[2]), sys.stdin.buffer.read())
+        serve_alone(int(arguments[1]), int(arguments[2]), arguments[3], sys.stdin.buffer.read())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,186 @@
+"""What an exercise is: the functions it asks for, what is claimed of them, and trials drawn from a seed.
+
+A :class:`Trial` is one call of one of the learner's functions on the ranks of a mesh, with what must come
+out on every rank, computed by the serial program. Everything else, the table, the points, the stub in the
+notebook, follows from the :class:`Exercise`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lessons_lib.layout import coordinates
+from lessons_lib.timeline import Event, elements_sent
+
+FLOAT64_BYTES = 8
+
+
+class Claim(NamedTuple):
+    """A row of the table."""
+
+    key: str
+    what: str
+    points: float
+
+
+class Axis(NamedTuple):
+    """Stands among the arguments of a trial for the group along this axis of its mesh."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a trial brings back."""
+
+    name: str
+    claim: str  # the row of the table it counts for
+    expected: Sequence[Tensor]  # by rank
+    whole: Tensor | None = None  # the tensor of which ranks hold blocks, if they do
+    mistakes: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)  # what to say, and what it gives
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The best known traffic of a trial, in elements of 8 bytes."""
+
+    total: int  # sent by all ranks together; less is impossible
+    busiest: int  # sent by the rank that sends most
+    why: str  # one clause: what has to be sent
+
+    @classmethod
+    def nothing(cls, why: str) -> Budget:
+        return cls(0, 0, why)
+
+    @classmethod
+    def of(cls, kind: str, n_elements: int, sizes: Mapping[str, int], axis: str, why: str) -> Budget:
+        """One collective of ``kind`` in every group along ``axis``, by the ring convention."""
+        p = sizes[axis]
+        sent = [elements_sent(kind, n_elements, p, rank) for rank in range(p)]
+        return cls(sum(sent) * (len(coordinates(sizes)) // p), max(sent), why)
+
+
+Rule = Callable[["Trial", Sequence[Event]], str]  # what is wrong with the communication, or nothing
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call of one function on all ranks of a mesh.
+
+    If there is an ``upstream`` gradient, the first output is differentiated with it, and the gradients of
+    the arguments that require one follow as further outputs.
+    """
+
+    function: str
+    sizes: Mapping[str, int]
+    facts: str  # the sizes, in words
+    args: Sequence[tuple[Any, ...]]  # by rank
+    outputs: Sequence[Output]
+    upstream: Sequence[Tensor] | None = None  # by rank
+    keeps: bool = True  # whether arguments must stay as they are
+    budgets: Mapping[str, Budget] = field(default_factory=dict)  # by phase, "forward" and "backward"
+    wholes: Mapping[str, int] = field(default_factory=dict)  # elements of tensors no rank may hold whole
+    spare: int = 0  # elements a rank may work on, besides its arguments and results
+    rules: Sequence[Rule] = ()
+
+    @property
+    def n_ranks(self) -> int:
+        return len(self.args)
+
+    def most_bytes(self, rank: int) -> int:
+        """The most bytes that a rank may hold besides its arguments: its results, and some to work on."""
+        return FLOAT64_BYTES * (sum(output.expected[rank].numel() for output in self.outputs) + self.spare)
+
+
+class Draw:
+    """Sizes and tensors of a check, all from one seed.
+
+    >>> one, same = Draw(7), Draw(7)
+    >>> one.between(2, 9) == same.between(2, 9), torch.equal(one.tensor(3), same.tensor(3))
+    (True, True)
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number, both ends included."""
+        return self.random.randint(low, high)
+
+    def indivisible(self, low: int, high: int, p: int) -> int:
+        """A whole number that ``p`` does not divide."""
+        return self.random.choice([n for n in range(low, high + 1) if n % p])
+
+    def different(self, low: int, high: int, n: int) -> list[int]:
+        """``n`` whole numbers of which no two are equal."""
+        return self.random.sample(range(low, high + 1), n)
+
+    def tensor(self, *shape: int) -> Tensor:
+        """Numbers of a normal distribution, of which no two are equal."""
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What a learner is asked for. ``functions`` are the reference solutions, named as the learner's are."""
+
+    id: str
+    title: str
+    objective: str  # one sentence: what whoever passes can do
+    functions: tuple[Callable[..., Any], ...]
+    claims: tuple[Claim, ...]
+    trials: Callable[[Draw], list[Trial]]
+    hints: tuple[str, str, str]
+    shown: tuple[Any, ...] = ()  # what reveal prints the source of, where the library has it
+    broken: tuple[Callable[..., Any], ...] = ()  # what the notebook gives to repair
+
+    @property
+    def lesson(self) -> str:
+        return self.id[:2]
+
+    @property
+    def points(self) -> float:
+        return sum(claim.points for claim in self.claims)
+
+    @property
+    def names(self) -> list[str]:
+        return [function.__name__ for function in self.functions]
+
+    @property
+    def starter(self) -> str:
+        """What stands in the notebook before the learner begins: the functions, empty or broken."""
+        if self.broken:
+            return "\n\n".join(inspect.getsource(function).rstrip() for function in self.broken)
+        return "\n\n".join(map(_stub, self.functions))
+
+
+def _stub(function: Callable[..., Any]) -> str:
+    """The first line of a function, its docstring, and three dots.
+
+    >>> def double(x):
+    ...     \"\"\"Return x twice.\"\"\"
+    ...     return x + x
+    >>> print(_stub(double))
+    def double(x):
+        \"\"\"Return x twice.\"\"\"
+        ...
+    """
+    parameters = ", ".join(inspect.signature(function).parameters)
+    lines = inspect.cleandoc(function.__doc__ or "").splitlines()
+    lines = [f'"""{lines[0]}', *lines[1:]]
+    lines = [f'{lines[0]}"""'] if len(lines) == 1 else [*lines, '"""']
+    body = [f"    {line}".rstrip() for line in (*lines, "...")]
+    return "\n".join([f"def {function.__name__}({parameters}):", *body])
+
+
+def sizes_text(sizes: Mapping[str, int], **dims: int) -> str:
+    """``tp=2, B=4, D=6``."""
+    return ", ".join(f"{name}={size}" for name, size in {**sizes, **dims}.items())

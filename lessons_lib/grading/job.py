@@ -1,0 +1,28 @@
+"""What the child process of a check is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TRIAL_S = 5.0  # after which a trial that still runs is stopped, and the line it is at is told
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the child needs of a trial: everything but what is right."""
+
+    function: str
+    sizes: Mapping[str, int]
+    args: list[bytes]  # by rank, so that no rank has the tensors of the others
+    upstream: list[bytes] | None
+    turns: int  # the seed of the order in which ranks take turns
+
+
+@dataclass(frozen=True)
+class Job:
+    functions: bytes  # by value: {name: function}
+    calls: list[Call]
+    cells: dict[str, tuple[str, str]]
+    path: list[str]
+    working_directory: str
