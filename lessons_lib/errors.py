@@ -3,9 +3,10 @@
 Two families, and nothing else:
 
 * :class:`RefusedError` is a ``ValueError``: an argument was refused *before* anything was
-  started or sent. It says what was asked, what was found and what to try.
-* :class:`RunError` is a ``RuntimeError``: ranks had started. It carries ``.run``, the record of
-  what every rank had done until then, so that a failed run can be looked at like any other.
+  started or sent. It says what was asked, what was found and what to try. There is no run to look at.
+* :class:`RunError` is a ``RuntimeError``: a run began. What ``run`` raises carries ``.run``, the record
+  of what every rank had done until then, so that a failed run can be looked at like any other; also where
+  ranks could not be started. So does a RefusedError that a rank raised: it is a RankError, too.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lessons_lib.errors import RefusedError
-from lessons_lib.mesh import PAIRS, Group
+from lessons_lib.mesh import Group, own_copy, plain
 
 
 def ring_reduce_scatter(x: Tensor, group: Group) -> Tensor:
@@ -38,7 +38,7 @@ def ring_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     Source: Patarasuk and Yuan 2009, the first half of their ring algorithm.
     """
     p, r = group.size, group.rank
-    chunks = list(_own_copy(x, "ring_reduce_scatter").flatten().tensor_split(p))
+    chunks = list(own_copy(x, "ring_reduce_scatter").flatten().tensor_split(p))
     for step in range(p - 1):
         outgoing, incoming = (r - 1 - step) % p, (r - 2 - step) % p
         chunks[incoming] += _pass_on(chunks[outgoing], chunks[incoming], group)
@@ -62,7 +62,7 @@ def ring_all_gather(x: Tensor, group: Group, n_elements: int | None = None) -> T
     Source: Patarasuk and Yuan 2009, the second half of their ring algorithm.
     """
     p, r = group.size, group.rank
-    x = _plain(x, "ring_all_gather")
+    x = plain(x, "ring_all_gather")
     y = x.new_empty(p * x.numel() if n_elements is None else n_elements)
     chunks = y.tensor_split(p)
     if x.numel() != chunks[r].numel():
@@ -90,7 +90,7 @@ def ring_all_reduce(x: Tensor, group: Group) -> Tensor:
     Raises RefusedError for a tensor that requires grad.
     Source: Patarasuk and Yuan 2009, who derive this traffic as the lower bound where ranks do the adding.
     """
-    x = _plain(x, "ring_all_reduce")
+    x = plain(x, "ring_all_reduce")
     return ring_all_gather(ring_reduce_scatter(x, group), group, x.numel()).view(x.shape)
 
 
@@ -123,7 +123,7 @@ def chain_broadcast(x: Tensor, group: Group, root: int) -> Tensor:
     less time: pipelining is a matter of time, not of bytes.
     Raises RefusedError for a root outside the group, or a tensor that requires grad.
     """
-    y = _own_copy(x, "chain_broadcast")
+    y = own_copy(x, "chain_broadcast")
     p, r, behind = group.size, group.rank, _behind(root, group)
     if behind > 0:
         y = group.recv(y, (r - 1) % p)
@@ -144,7 +144,7 @@ def chain_reduce(x: Tensor, group: Group, root: int) -> Tensor | None:
     root; pipelined, the same in less time.
     Raises RefusedError for a root outside the group, or a tensor that requires grad.
     """
-    y = _own_copy(x, "chain_reduce")
+    y = own_copy(x, "chain_reduce")
     p, r, behind = group.size, group.rank, _behind(root, group)
     if behind != 1 % p:  # not the first of the chain
         y += group.recv(y, (r - 1) % p)
@@ -168,7 +168,7 @@ def tree_broadcast(x: Tensor, group: Group, root: int) -> Tensor:
     Raises RefusedError for a root outside the group, or a tensor that requires grad.
     Source: Thakur, Rabenseifner and Gropp 2005, on broadcast in MPICH.
     """
-    y = _own_copy(x, "tree_broadcast")
+    y = own_copy(x, "tree_broadcast")
     p, r, behind = group.size, group.rank, _behind(root, group)
     for have in _doubling(p):
         if behind < have and behind + have < p:
@@ -189,7 +189,7 @@ def tree_reduce(x: Tensor, group: Group, root: int) -> Tensor | None:
     log2(p) rounds, rounded up. Traffic per rank: n elements, 0 for the root.
     Raises RefusedError for a root outside the group, or a tensor that requires grad.
     """
-    y = _own_copy(x, "tree_reduce")
+    y = own_copy(x, "tree_reduce")
     p, r, behind = group.size, group.rank, _behind(root, group)
     for left in reversed(_doubling(p)):
         if behind < left and behind + left < p:
@@ -210,18 +210,4 @@ def _doubling(p: int) -> list[int]:
 
 def _behind(root: int, group: Group) -> int:
     """How many places this rank stands behind the root, going right."""
-    return (group.rank - group._index(root, "root")) % group.size
-
-
-def _plain(x: Tensor, function: str) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise RefusedError(
-            f"{function} is plain communication, which autograd does not see, and x requires grad. "
-            f"Use a pair that says what the backward is ({', '.join(PAIRS)}; all in lessons_lib.mesh), "
-            "or x.detach() if no gradient is wanted."
-        )
-    return x.detach()
-
-
-def _own_copy(x: Tensor, function: str) -> Tensor:
-    return _plain(x, function).clone(memory_format=torch.contiguous_format)
+    return (group.rank - group.index(root, "root")) % group.size

@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,8 +26,10 @@ from lessons_lib.errors import RefusedError
 from lessons_lib.machines import Link, Machine, machine
 from lessons_lib.spmd.clock import Clock, WallClock, standing_still
 from lessons_lib.spmd.trace import Trace
+from tests.test_doctor import programs
 
 TRANSPORTS = ("threads", "processes")
+SLOW_ON_PROCESSES = ("threads", pytest.param("processes", marks=pytest.mark.slow))
 FREE = Machine("free")
 GRID = Machine(
     "two boxes",
@@ -130,7 +133,7 @@ def gpipe(m: int, forward_s: float, backward_s: float) -> None:
             dist.send(x, me() - 1)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", SLOW_ON_PROCESSES)
 @pytest.mark.parametrize("p, m", [(1, 3), (2, 1), (3, 4), (4, 40)])
 def test_gpipe_takes_what_the_formula_says(transport: str, p: int, m: int) -> None:
     forward_s, backward_s = 0.25, 0.5
@@ -179,6 +182,83 @@ def test_a_link_carries_one_collective_at_a_time(transport: str) -> None:
     trace = run(one_after_the_other, ranks=2, transport=transport, machine=GRID).trace
     assert done(trace, 1) == [1.5 * (k + 1) for k in range(40)]
     assert trace.timeline.makespan == 60
+
+
+def several_groups() -> None:
+    """Rank 0 begins a sum with each neighbour, and the first one's partner comes last."""
+    groups = [dist.new_group(members) for members in ([0, 1], [0, 2], [0, 1])]
+    compute((0.0, 5.0, 1.0)[me()])
+    works: list[Any] = []
+    for group, others in zip(groups, (1, 2, 1), strict=True):
+        if me() in (0, others):
+            works.append(dist.all_reduce(torch.ones(16), group=group, async_op=True))
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_group_has_a_channel_of_its_own(transport: str) -> None:
+    """Neither that of the same ranks nor that of the rank that comes late holds up another."""
+    box = Machine("box", in_node=Link(0.25, 64.0))  # 1.5 s for 64 bytes on two ranks
+    trace = run(several_groups, ranks=3, transport=transport, machine=box).trace
+    assert [done(trace, rank) for rank in range(3)] == [[6.5, 2.5, 6.5], [6.5, 6.5], [2.5]]
+    assert trace.timeline.makespan == 6.5
+
+
+def uneven_all_to_all() -> None:
+    sizes = [[4, 8], [40, 4]]
+    inputs = [torch.ones(n) for n in sizes[me()]]
+    dist.all_to_all([torch.empty(sizes[source][me()]) for source in range(2)], inputs)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_uneven_all_to_all_takes_as_long_as_the_rank_with_the_most(transport: str) -> None:
+    trace = run(uneven_all_to_all, ranks=2, transport=transport, machine=GRID).trace
+    assert done(trace, 0) == done(trace, 1) == [0.25 + 44 * 4 / 2 / 64]
+
+
+def at_times(groups: list[tuple[int, ...]], program: list[list[tuple[Any, ...]]], pace: int) -> None:
+    """A program of the doctor's, with work of some length before every step."""
+    made: list[Any] = [*(dist.new_group(list(members)) for members in groups), None]  # [-1] is the world
+    works: list[Any] = []
+    for number, (kind, which, _, *rest) in enumerate(program[me()]):
+        compute((number * pace + 3 * me()) % 7 / 4)
+        x = torch.ones(16)
+        if kind == "send":
+            dist.send(x, which, tag=rest[0])
+        elif kind == "isend":
+            works.append(dist.isend(x, which, tag=rest[0]))
+        elif kind == "recv":
+            dist.recv(x, which, tag=rest[0])
+        elif kind == "barrier":
+            works.append(dist.barrier(group=made[which], async_op=rest[1]))
+        elif kind == "broadcast":
+            works.append(dist.broadcast(x, rest[0], group=made[which], async_op=rest[1]))
+        else:
+            works.append(dist.all_reduce(x, group=made[which], async_op=rest[1]))
+    for work in works[:: -1 if pace % 2 else 1]:
+        if work is not None:
+            work.wait()
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(programs(), st.integers(1, 6))
+def test_any_program_takes_the_same_time_on_threads_and_on_processes(drawn: Any, pace: int) -> None:
+    """To the last digit, for every event: several groups, links of two kinds, anything under way."""
+    n_ranks, *program = drawn
+    two_boxes = replace(GRID, gpus_per_node=3)
+    traces = [
+        run(at_times, *program, pace, ranks=n_ranks, transport=t, machine=two_boxes).trace for t in TRANSPORTS
+    ]
+    records = [
+        [
+            [(e.kind, e.issued_s, e.done_s, e.waited_s) for e in trace.events if e.rank == rank]
+            for rank in range(n_ranks)
+        ]
+        for trace in traces
+    ]
+    assert records[0] == records[1] and traces[0].ended_s == traces[1].ended_s
 
 
 def between_boxes() -> list[float]:
@@ -239,7 +319,7 @@ def step_s(trace: Trace, rank: int) -> tuple[float, int]:
     return trace.ended_s[rank] - before, sum(e.region == "step" for e in sums)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", SLOW_ON_PROCESSES)
 def test_the_buckets_of_data_parallel_overlap_with_backward(transport: str) -> None:
     """One bucket is summed after backward, several while it goes on."""
     d = 64
@@ -262,7 +342,7 @@ def test_the_buckets_of_data_parallel_overlap_with_backward(transport: str) -> N
     assert max(work_s, 4 * sum_s) < seconds[0.01] < seconds[25.0]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", SLOW_ON_PROCESSES)
 def test_a_named_machine(transport: str) -> None:
     def product() -> None:
         x = torch.ones(256, 256)
@@ -278,7 +358,7 @@ def test_a_named_machine(transport: str) -> None:
 # ---- export ----
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", SLOW_ON_PROCESSES)
 def test_the_export_for_perfetto_has_every_span_message_and_byte(transport: str, tmp_path: Path) -> None:
     def step() -> None:
         with region('a "name"'):

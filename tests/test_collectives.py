@@ -20,9 +20,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from lessons_lib import run
-from lessons_lib.errors import RankError
+from lessons_lib import Layout, Mesh, region, rings, run
+from lessons_lib.errors import MismatchError, RankError, RefusedError
+from lessons_lib.mesh import sum_sum
+from lessons_lib.timeline import elements_sent
 
+BOTH = ("threads", pytest.param("processes", marks=pytest.mark.slow))
 RANKS = (1, 2, 3, 4)
 DTYPES = (
     torch.float64,
@@ -358,6 +361,134 @@ def test_objects() -> None:
             ["pqr"[rank]],
             [{"from": 0}],
         )
+
+
+# ---- averages (S67) ----
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_reduce:FutureWarning")
+@pytest.mark.parametrize("transport", BOTH)
+def test_the_average_of_1_2_3_4_is_2_and_a_half_forward_and_backward(transport: str) -> None:
+    """Each value is a quarter of every average: from separate losses it gets a quarter of all gradients."""
+
+    def step() -> list[float]:
+        v, group = me() + 1.0, Mesh(dp=4)["dp"]
+        x, part = torch.tensor([v]), torch.empty(1)
+        dist.all_reduce(x, ReduceOp.AVG)
+        dist.reduce_scatter(part, [torch.tensor([v])] * 4, ReduceOp.AVG)
+        found = [x.item(), part.item(), group.all_reduce(torch.tensor(v), "avg").item()]
+        for average in (
+            lambda t: torch.distributed.nn.functional.all_reduce(t, op=ReduceOp.AVG),
+            lambda t: sum_sum(t, group) / 4,
+        ):
+            w = torch.tensor([v], requires_grad=True)
+            y = average(w)
+            (y * 10 * v).backward()  # upstream gradients 10, 20, 30, 40
+            assert w.grad is not None
+            found += [y.item(), w.grad.item()]
+        return found
+
+    assert run(step, ranks=4, transport=transport).values == [[2.5, 2.5, 2.5, 2.5, 25, 2.5, 25]] * 4
+
+
+# ---- pieces of different sizes (S30, S89) ----
+
+
+@pytest.mark.parametrize("transport", BOTH)
+@pytest.mark.parametrize(
+    "n, sizes", [(5, [3, 2]), (16, [3, 3, 3, 3, 3, 1]), (10, [3, 3, 3, 1]), (5, [2, 2, 1, 0])]
+)
+def test_uneven_shards_are_exact_or_refused_and_never_padded(
+    transport: str, n: int, sizes: list[int]
+) -> None:
+    p, X = len(sizes), torch.arange(float(n))
+
+    def step() -> tuple[Tensor, ...]:
+        mesh = init_device_mesh("cpu", (p,))
+        sharded = distribute_tensor(X, mesh, [Shard(0)])
+        group = Mesh(tp=p)["tp"]
+        scattered = rings.ring_reduce_scatter(X, group)
+        return (
+            sharded.to_local(),
+            sharded.full_tensor(),
+            scattered,
+            rings.ring_all_gather(scattered, group, n),
+        )
+
+    for rank, (local, full, scattered, gathered) in enumerate(run(step, ranks=p, transport=transport).values):
+        assert same(local, X.split(sizes)[rank] if sizes[rank] else X[:0]) and same(full, X)
+        assert same(scattered, p * X.tensor_split(p)[rank]) and same(gathered, p * X)
+    for refused in (
+        lambda: Layout("F@tp").shard(X, Mesh(tp=p)),
+        lambda: Mesh(tp=p)["tp"].reduce_scatter(X, 0),
+    ):
+        near = n // p * p or p
+        with pytest.raises(RefusedError, match=rf"size {n}\b.*Nearest sizes that (they )?can: {near}\b"):
+            run(refused, ranks=p, transport=transport)
+
+
+@pytest.mark.parametrize("transport", BOTH)
+def test_nested_shards_come_back_in_order(transport: str) -> None:
+    """5 rows cut over one axis and then over the other are 2, 1, 1, 1 rows, not 2, 2, 1, 0."""
+    X = torch.arange(5.0)
+
+    def local() -> Tensor:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        return distribute_tensor(X, mesh, [Shard(0), Shard(0)]).to_local()
+
+    def by_rings() -> Tensor:
+        mesh = Mesh(a=2, b=2)
+        rows = X.tensor_split(2)[mesh["a"].rank]
+        mine = rows.tensor_split(2)[mesh["b"].rank]
+        outer = rings.ring_all_gather(mine, mesh["b"], rows.numel())
+        return rings.ring_all_gather(outer, mesh["a"], X.numel())
+
+    def full() -> Tensor:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        return distribute_tensor(X, mesh, [Shard(0), Shard(0)]).full_tensor()
+
+    rows = run(local, ranks=4, transport=transport).values
+    assert [len(each) for each in rows] == [2, 1, 1, 1] and same(torch.cat(rows), X)
+    assert all(same(each, X) for each in run(by_rings, ranks=4, transport=transport).values)
+    with pytest.raises(RefusedError, match=r"dim B of size 5 cannot be cut.*Nearest sizes that can: 4, 8"):
+        run(lambda: Layout("B@a@b").shard(X, Mesh(a=2, b=2)), ranks=4, transport=transport)
+    try:  # torch 2.13 gathers pieces of two sizes; a library would put them together wrongly
+        values = run(full, ranks=4, transport=transport).values
+    except MismatchError as error:
+        assert "about the shape of collective" in str(error) and "all_gather" in str(error)  # noqa: PT017
+    else:
+        assert all(same(each, X) for each in values)
+
+
+# ---- the ring's factor (S44) ----
+
+
+@pytest.mark.parametrize("transport", BOTH)
+@pytest.mark.parametrize("p, each, half", [(4, 150_000, 75_000), (8, 175_000, 87_500)])
+def test_what_a_ring_sends_of_100_kilobytes(transport: str, p: int, each: int, half: int) -> None:
+    """By the convention, and by send and receive; a sum on one rank that is sent back has the same total."""
+
+    def step() -> None:
+        x, group = torch.ones(25_000), Mesh(dp=p)["dp"]
+        with region("all-reduce"):
+            group.all_reduce(x)
+        with region("halves"):
+            group.all_gather(group.reduce_scatter(x, 0), 0)
+        with region("messages"):
+            rings.ring_all_reduce(x, group)
+        with region("over one rank"):
+            total = group.reduce(x, 0)
+            group.broadcast(x if total is None else total, 0)
+
+    trace = run(step, ranks=p, transport=transport).trace
+    for rank in range(p):
+        assert [trace.bytes_sent(rank, name) for name in ("all-reduce", "halves", "messages")] == [each] * 3
+        scattered, gathered = trace.collectives(rank, "halves")
+        assert scattered.bytes_sent == gathered.bytes_sent == half
+    naive = [trace.bytes_sent(rank, "over one rank") for rank in range(p)]
+    assert sum(naive) == p * each == {4: 600_000, 8: 1_400_000}[p]
+    assert max(naive) == 200_000 and min(naive) == 100_000
+    assert elements_sent("all_reduce", 10**8, p, 0) == 1000 * each
 
 
 # ---- asynchronous (S90) ----

@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beartype import beartype
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import Float, TypeCheckError, jaxtyped
+from torch import Tensor, nn
 
 from lessons_lib import Mesh, run
 from lessons_lib.errors import DeadlockError, MismatchError, RankError, RunError, UnfinishedWarning
 from lessons_lib.spmd.doctor import find_cycle
+from lessons_lib.tensor_parallel import SCHEMES
+from lessons_lib.tensor_parallel.linear import TensorParallelLinear
 from lessons_lib.timeline import Waiting, ranks_text
 
 SOON_S = 0.3  # from the launch to the report
@@ -748,6 +753,32 @@ def test_find_cycle_finds_a_shortest_cycle_if_there_is_one(edges: dict[int, tupl
         assert cycle[0] == min(cycle)
 
 
+@jaxtyped(typechecker=beartype)
+def doubled_sum(x: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+    dist.all_reduce(x)
+    return 2 * x
+
+
+def test_lines_of_what_checks_shapes_are_not_the_learners() -> None:
+    """jaxtyping and beartype stand between a call and its function."""
+
+    def step() -> str:
+        linear = TensorParallelLinear.from_linear(nn.Linear(4, 6), SCHEMES["row"], Mesh(tp=2))
+        linear(torch.ones(3, 2))
+        doubled_sum(torch.ones(3, 1))
+        return TensorParallelLinear.forward.__code__.co_filename
+
+    result = run(step, ranks=2)
+    assert "jaxtyping" in result.values[0]  # see conftest.py
+    events = result.trace.events
+    assert len(events) == 4 and {event.where.file for event in events} == {"tests/test_doctor.py"}
+    with pytest.raises(TypeCheckError) as caught:
+        run(lambda: doubled_sum(torch.ones(2)), ranks=2)
+    lines = [line.strip() for line in str(caught.value).splitlines() if re.match(r" {6}\S", line)]
+    own = [line for line in lines if ", line " in line and not line.startswith("in ")]
+    assert own and all(line.startswith("tests/test_doctor.py, line ") for line in own), caught.value
+
+
 # ---- calls that name a rank outside of their group ----
 
 OUTSIDE: dict[str, Step] = {
@@ -838,6 +869,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_swallows_everything_does_not_hold_up_the_notebook() -> None:
     """In a process of its own, whose threads end with it."""
     done = subprocess.run([sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=60)

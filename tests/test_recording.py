@@ -110,10 +110,15 @@ def test_each_rank_counts_its_own(transport: str) -> None:
 
 def test_what_was_not_recorded_is_said() -> None:
     trace = run(lambda: None, ranks=1).trace
-    with pytest.raises(ValueError, match=r"FLOPs were not recorded. Try run\(..., record=\(\"flops\",\)\)"):
+    with pytest.raises(RefusedError, match=r"FLOPs were not recorded. Try run\(..., record=\"flops\"\)"):
         trace.flops_of(0)
-    with pytest.raises(ValueError, match="Memory was not recorded"):
+    with pytest.raises(RefusedError, match=r"Memory was not recorded. Try run\(..., record=\"memory\"\)"):
         trace.peak_bytes(0)
+    counted = run(lambda: None, ranks=2, record=("flops", "memory")).trace
+    for rank in (-1, 2):
+        for ask in (counted.flops_of, counted.peak_bytes):
+            with pytest.raises(RefusedError, match=rf"rank {rank} is none of this run's 2 ranks"):
+                ask(rank)
     with pytest.raises(RefusedError, match=r"record='time': what can be recorded is 'flops' and 'memory'"):
         run(lambda: None, ranks=1, record="time")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,11 +27,10 @@ from lessons_lib.rings import (
     tree_broadcast,
     tree_reduce,
 )
-from lessons_lib.spmd.launcher import TRANSPORTS
 from lessons_lib.timeline import Event, elements_sent
 
-RANKS = (1, 2, 3, 4, 5, 8)
-SHAPES = ((), (0,), (1,), (7,), (40,), (3, 5), (2, 0, 3), (3, 2, 4))
+RANKS = (1, 2, 3, 4, 7)
+SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3))
 OTHER_DTYPES = (torch.int64, torch.int32)
 
 Collective = Callable[[Tensor, Group, int], Any]  # x, group, root
@@ -192,7 +192,7 @@ def test_a_collective_is_torchs_on_every_rank_for_any_root(name: str, p: int) ->
     for root in roots(name, p):
         assert wrong_values(name, COLLECTIVES[name], p, SHAPES, root) == []
     for dtype in OTHER_DTYPES:
-        assert wrong_values(name, COLLECTIVES[name], p, SHAPES, p - 1, dtype) == []
+        assert wrong_values(name, COLLECTIVES[name], p, root=p - 1, dtype=dtype) == []
 
 
 @pytest.mark.parametrize("p", RANKS)
@@ -203,10 +203,14 @@ def test_every_rank_sends_what_the_formula_says_in_as_many_rounds(name: str, p: 
             assert wrong_traffic(name, COLLECTIVES[name], p, n, root) == []
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_on_process_ranks() -> None:
+    assert wrong_values("ring_all_reduce", COLLECTIVES["ring_all_reduce"], 3, transport="processes") == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_on_every_transport(name: str, transport: str) -> None:
-    assert wrong_values(name, COLLECTIVES[name], 3, SHAPES, root=1, transport=transport) == []
+def test_each_of_them_on_process_ranks(name: str) -> None:
+    assert wrong_values(name, COLLECTIVES[name], 3, SHAPES, root=1, transport="processes") == []
 
 
 @settings(max_examples=30)
@@ -262,9 +266,9 @@ def test_in_the_groups_of_a_mesh_ranks_and_roots_are_those_of_the_group() -> Non
 # ---- refusals ----
 
 
-@pytest.mark.parametrize("root", [-1, 3, 7])
+@pytest.mark.parametrize("root", [-1, 3, 7, 1.0, 0.5, True, None])
 @pytest.mark.parametrize("name", ROOTED)
-def test_a_root_outside_the_group_is_refused_before_any_communication(name: str, root: int) -> None:
+def test_a_root_outside_the_group_is_refused_before_any_communication(name: str, root: Any) -> None:
     message = rf"root={root} is no rank of this group: it counts its ranks from 0 to 2 \(global"
     with pytest.raises(RefusedError, match=message) as caught:
         run(lambda: COLLECTIVES[name](torch.ones(4), Mesh(ring=3)["ring"], root), ranks=3)
@@ -285,6 +289,19 @@ def test_a_tensor_that_requires_grad_is_refused_and_the_pairs_are_named(name: st
     assert isinstance(caught.value, RankError) and caught.value.run.trace.events == ()
     assert all(pair in str(caught.value) for pair in PAIRS)
     assert all(y is None or not y.requires_grad for y in run(step, False, ranks=p).values)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_is_no_tensor_is_refused(name: str) -> None:
+    collective = ring_all_gather if name == "ring_all_gather" else COLLECTIVES[name]
+    with pytest.raises(RefusedError, match=rf"{name} takes a tensor and got 3\. Try torch\.tensor\(3\)"):
+        run(lambda: collective(3, Mesh(ring=2)["ring"], 0), ranks=2)
+
+
+def test_whole_numbers_of_numpy_and_torch_are_roots() -> None:
+    for root in (np.int64(1), torch.tensor(1)):
+        step = lambda: tree_broadcast(torch.tensor(dist.get_rank()), Mesh(tree=2)["tree"], root).item()  # noqa: B023
+        assert run(step, ranks=2).values == [1, 1]
 
 
 def test_a_chunk_of_the_wrong_size_is_refused_before_any_communication() -> None:

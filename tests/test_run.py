@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 import types
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from tqdm import tqdm
 
-from lessons_lib import region, run
+from lessons_lib import Mesh, region, run
 from lessons_lib.errors import (
     RankError,
     RefusedError,
@@ -739,6 +741,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(f"the process ended without {text!r}")
 
 
+@pytest.mark.slow
 def test_a_real_interrupt_stops_the_ranks_and_the_next_run_works() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -769,26 +772,68 @@ def test_a_real_interrupt_stops_the_ranks_and_the_next_run_works() -> None:
 # ---- nothing stays behind ----
 
 
-def test_300_runs_leak_no_thread_no_file_and_no_memory() -> None:
-    def step(fail: bool) -> torch.Tensor:
-        x = torch.ones(32_768)  # 128 KiB: 300 runs on 2 ranks would keep 75 MiB
-        dist.all_reduce(x)
-        if fail:
+def any_end(number: int) -> torch.Tensor:
+    """A small run whose number says how it ends. 128 KiB: a thousand runs on 2 ranks would keep 250 MiB."""
+    x, other = torch.ones(32_768), 1 - dist.get_rank()
+    pair = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, torch.empty_like(x), other)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    Mesh(tp=2)["tp"].all_reduce(x)
+    match number % 10:
+        case 1:
             raise ValueError("on purpose")
-        return x
+        case 2:
+            dist.recv(x, other)  # a deadlock
+        case 3:
+            dist.all_reduce(x[dist.get_rank() :])  # a mismatch
+        case 4:
+            dist.all_reduce(x, async_op=True)  # left unfinished
+        case 5:
+            sys.exit(3)
+        case 6 if dist.get_rank():
+            try:
+                raise KeyError("before cleaning up")
+            finally:
+                dist.barrier()
+    return x
+
+
+def left_over() -> Counter[str]:
+    """Objects of ours, and process groups, that are still there."""
+    gc.collect()
+    kinds = (type(each) for each in gc.get_objects())
+    return Counter(
+        kind.__qualname__
+        for kind in kinds
+        if str(kind.__module__).startswith(("lessons_lib.spmd", "lessons_lib.timeline", "lessons_lib.errors"))
+        or issubclass(kind, dist.ProcessGroup | dist.Work)
+    )
+
+
+@pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::lessons_lib.errors.UnfinishedWarning")
+def test_runs_leak_no_thread_no_file_no_object_and_no_memory(n: int) -> None:
+    """Also those that fail, whose errors hold what was done and the frames of the rank that raised."""
+    seen: list[weakref.ref[Any]] = []
 
     def many(n: int) -> None:
-        for index in range(n):
-            with contextlib.suppress(ValueError):
-                run(step, index % 3 == 0, ranks=2)
+        for number in range(n):
+            record = ("flops", "memory") if number % 3 == 0 else ()
+            try:
+                result = run(any_end, number, ranks=2, record=record)
+            except (RunError, ValueError) as error:
+                seen.extend((weakref.ref(error), weakref.ref(error.run)))
+            else:
+                seen.append(weakref.ref(result))
 
     many(20)
-    gc.collect()
+    objects = left_over()
     process = psutil.Process()
-    threads, files, memory = threading.active_count(), process.num_fds(), process.memory_info().rss
-    many(300)
-    gc.collect()
-    assert threading.active_count() == threads
+    threads, files, memory = threading.enumerate(), process.num_fds(), process.memory_info().rss
+    many(n)
+    assert left_over() == objects
+    assert len(seen) == (n + 20) * 15 // 10 and not any(reference() for reference in seen)
+    assert threading.enumerate() == threads
     assert process.num_fds() == files
     assert process.memory_info().rss - memory < 25 * 2**20
 

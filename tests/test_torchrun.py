@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lessons_lib import Mesh, region, run
 from lessons_lib.errors import LessonsError, RankError, RunError
 from lessons_lib.mesh import copy_sum, sum_copy
-from lessons_lib.spmd import torchrun
+from lessons_lib.spmd import network
 from lessons_lib.spmd.result import Run
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,6 @@ def messages() -> float:
 
 
 def from_anyone() -> float:
-    """Here process ranks number the receives in a way of their own."""
     x = torch.ones(2)
     for number in range(2):
         if me() == 1:
@@ -286,7 +285,7 @@ def main(folder: Path, parts: list[str]) -> None:
         told["afterwards"] = run(messages).values
         told["left"] = [os.environ["RANK"], str(torch.get_default_dtype()), len(given), COUNTER[0]]
     if "two hosts" in parts:
-        told["interface"] = torchrun.interface()
+        told["interface"] = network.interface()
         told["endings"] = {"raises": how_it_ended(rank_1_raises, {})}
     (folder / f"rank{told['rank']}.json").write_text(json.dumps(told))
     if "uncaught" in parts:
@@ -338,8 +337,6 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, A
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("transport", ["threads", "processes"])
 def test_records_are_those_of_threads_and_processes(launched: Any, name: str, transport: str) -> None:
-    if (name, transport) == ("from_anyone", "processes"):
-        return
     """Kinds, groups, members, order, shapes, bytes, regions and lines; values too; and on every process."""
     expected = json.loads(json.dumps(record_of(run(PROGRAMS[name], ranks=SIZE, transport=transport))))
     for told in launched[0]:

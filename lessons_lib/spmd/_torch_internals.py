@@ -9,6 +9,7 @@ the torch version named below.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 import warnings
 from collections.abc import Iterator
@@ -37,7 +38,6 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-DispatchMode: Any = TorchDispatchMode
 tree_leaves = pytree.tree_leaves
 ProcessGroup: Any = dist.ProcessGroup  # its overloads would forbid to name arguments well
 TESTED_VERSION = "2.13.0"
@@ -55,7 +55,9 @@ __all__ = [
     "Work",
     "await_results",
     "become_default_group",
+    "c10d",
     "forget_groups",
+    "load_compiler",
     "module_hooks_restored",
     "one_world_per_thread",
     "plain_tensors",
@@ -66,6 +68,18 @@ __all__ = [
     "tree_leaves",
     "warn_if_untested",
 ]
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees every operation of torch, and of which the compiler of torch is not told.
+
+    Telling it would import it, which takes each rank of a fresh process a second.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 _warned = threading.Event()
 
@@ -79,6 +93,11 @@ def warn_if_untested() -> None:
             f"torch {found} is untested here; this library was checked against torch {TESTED_VERSION}",
             stacklevel=3,
         )
+
+
+def load_compiler() -> None:
+    """Load the compiler, which torch loads with the first optimizer of a process. It takes a second."""
+    importlib.import_module("torch._dynamo")
 
 
 def _refuse_creation(*_: Any) -> dist.ProcessGroup:

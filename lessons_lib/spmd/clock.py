@@ -4,13 +4,27 @@ Both are the same clock. It runs while its rank runs, it stands while the rank w
 launcher works, and a rank that waited for another is set to when the other was there. A measured
 clock runs by the computer's; a virtual one does not run by itself but is moved: by
 :func:`lessons_lib.compute`, by counted FLOPs, and by what communication costs.
+
+What that costs is decided by what ranks issue and when, never by who came first on this computer, so
+virtual time is the same wherever ranks run:
+
+* Every group has a :class:`Channel` of its own, as every communicator of nccl has its own stream. Its
+  collectives follow each other in order; one begins when all its ranks have issued it and the one before
+  is done.
+* Channels do not slow each other down: two groups at once both get all of a link that a real machine would
+  share between them. So they overlap for free where they use different links (tensor parallel in a node,
+  data parallel between nodes), and too well where they use the same.
+* A message travels on its own, from when it was sent, and takes its sender no time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+from lessons_lib.machines import Machine
+from lessons_lib.spmd.operation import Operation
 
 
 def standing_still() -> float:
@@ -76,3 +90,29 @@ class WallClock(Clock):
 
     def advance(self, seconds: float) -> None:
         pass
+
+
+# ---- what communication costs ----
+
+
+class Channel:
+    """The collectives of one group: one after the other. Without a machine they take no time."""
+
+    def __init__(self, machine: Machine | None) -> None:
+        self._machine, self._free_s = machine, 0.0
+
+    def carry(self, operations: Sequence[Operation]) -> float:
+        """When the next collective is done, of which ``operations`` are all ranks' parts."""
+        began = max(self._free_s, *(operation.issued_s for operation in operations))
+        self._free_s = began
+        if self._machine is not None:
+            first = operations[0]
+            n_bytes = max(operation.n_bytes for operation in operations)  # in an all-to-all they differ
+            self._free_s += self._machine.collective_s(first.kind, n_bytes, first.members)
+        return self._free_s
+
+
+def arrival_s(machine: Machine | None, sent: Operation, receiver: int) -> float:
+    """When a message has arrived, if somebody receives it."""
+    travels_s = machine.link(sent.rank, receiver).message_s(sent.n_bytes) if machine else 0.0
+    return sent.issued_s + travels_s

@@ -190,9 +190,9 @@ def find_cycle(waits_for: dict[int, tuple[int, ...]]) -> list[int]:
     return best
 
 
-def cleaning_up(rank: int, error: BaseException) -> str:
+def cleaning_up(rank: int, error: BaseException, what: str = "began a communication of its own") -> str:
     """What opens the report when a rank got stuck while cleaning up: the error that came first."""
-    then = f"Cleaning up after that, rank {rank} began a communication of its own."
+    then = f"Cleaning up after that, rank {rank} {what}."
     return "\n".join([*traceback_of(rank, error), "", then, "", ""])
 
 

@@ -79,7 +79,7 @@ def run(
     _torch_internals.warn_if_untested()
     packed = by_value.pack(fn, args)
     name = _name(fn)
-    launch = {"threads": _run_threads, "processes": _run_processes}[transport]
+    launch = {"threads": run_threads, "processes": _run_processes}[transport]
     if torchrun.is_launched():
         launch = _run_torchrun
     result = launch(Request(ranks, packed, name, on, recorded, timeout_s, seed))
@@ -103,6 +103,7 @@ class Request(NamedTuple):
     record: tuple[str, ...]
     timeout_s: float | None
     seed: int
+    turns: int | None = None  # a seed by which thread ranks take their turns in any order
 
     def trace(
         self, operations: Iterable[Operation], ended_s: Iterable[float], ledgers: Sequence[recording.Ledger]
@@ -117,9 +118,11 @@ class Request(NamedTuple):
         )
 
 
-def _run_threads(asked: Request) -> Run:
+def run_threads(asked: Request) -> Run:
     _warm_up()
-    world = threads.World(asked.ranks, asked.seed, asked.packed.classes, asked.machine, asked.record)
+    world = threads.World(
+        asked.ranks, asked.seed, asked.packed.classes, asked.machine, asked.record, asked.turns
+    )
     everybody = tuple(range(asked.ranks))
     began = time.perf_counter()
     stuck = threads.launch(
@@ -175,14 +178,17 @@ def _run_torchrun(asked: Request) -> Run:
 
 def _run_launched(asked: Request, transport: str, launch: Callable[..., processes.Ended]) -> Run:
     began = time.perf_counter()
-    ended = launch(
-        asked.ranks,
-        asked.packed,
-        seed=asked.seed,
-        machine=asked.machine,
-        record=asked.record,
-        timeout_s=asked.timeout_s,
-    )
+    try:
+        ended = launch(
+            asked.ranks,
+            asked.packed,
+            seed=asked.seed,
+            machine=asked.machine,
+            record=asked.record,
+            timeout_s=asked.timeout_s,
+        )
+    except RunError as failure:
+        ended = processes.Ended.before_it_began(asked.ranks, failure)
     seconds = time.perf_counter() - began
     accounts = ended.accounts
     operations = [operation for account in accounts for operation in account.operations]

@@ -1,4 +1,4 @@
-"""How gloo and nccl are asked for an operation, so that it means what it means on thread ranks.
+"""How gloo and nccl do what thread ranks do, for ranks that have a process each, whoever started it.
 
 They read and write memory as if the elements of a tensor lay one after the other, they do not know
 all types of numbers, and they add up in the buffers of ranks that want no result. So what they get
@@ -8,16 +8,20 @@ is laid out for them first, and what has arrived is brought into the buffers of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lessons_lib.machines import Machine
 from lessons_lib.spmd._torch_internals import AllgatherOptions, Work, run_after_backward
+from lessons_lib.spmd.clock import Clock
+from lessons_lib.spmd.lines import LineFinder
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.rank_group import Exchange, Native, RankGroup, Tensors
+from lessons_lib.spmd.recording import Ledger
 
 POLL_S = 0.0005
 MOST_IDLE_POLLS = 10_000
@@ -195,3 +199,89 @@ class LibraryWork(Work):
         operation.done_s = max(operation.issued_s, done_s)
         operation.waited_s = max(0.0, operation.done_s - began)
         self.group.owner.clock.catch_up(operation.done_s)
+
+
+# ---- ranks and groups ----
+
+
+class LibraryRank:
+    """What a rank that has a process for itself keeps of what it does."""
+
+    def __init__(self, number: int, n_ranks: int, machine: Machine | None, clock: Clock) -> None:
+        self.number, self.n_ranks = number, n_ranks
+        self.machine, self.clock = machine, clock
+        self.lines, self.ledger = LineFinder(), Ledger()
+        self.operations: list[Operation] = []
+        self.n_messages: dict[Any, int] = {}
+        self.n_groups: dict[Any, int] = {}
+        self.regions: list[str] = []
+
+    def region(self) -> str:
+        return "/".join(self.regions)
+
+
+def by_device(backend: str) -> dict[str, str]:
+    """The library for tensors on each kind of device: nccl moves what lies on a GPU, and nothing else.
+
+    >>> by_device("gloo"), by_device("nccl")
+    ({'cpu': 'gloo'}, {'cpu': 'gloo', 'cuda': 'nccl'})
+    """
+    return {"cpu": "gloo"} | ({"cuda": "nccl"} if backend == "nccl" else {})
+
+
+class LibraryGroup(RankGroup):
+    """A group of ranks in processes. ``native`` is its group of a library, for each kind of device.
+
+    A transport says how a rank tells the others what it is about to do, and is stopped if they disagree;
+    and what the handle of an operation does while it waits.
+    """
+
+    def __init__(
+        self, owner: LibraryRank, name: str, label: str, members: tuple[int, ...], native: Mapping[str, Any]
+    ) -> None:
+        super().__init__(owner, name, label, members)
+        self.native = native
+
+    def library_of(self, tensors: Tensors) -> Any:
+        """The library's group that moves these tensors."""
+        device = next((tensor.device.type for tensor in tensors), "cpu")
+        return self.native.get(device, self.native["cpu"])
+
+    def _tell_collective(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Any:
+        raise NotImplementedError
+
+    def _tell_message(
+        self, operation: Operation, tensors: Tensors, sender: int | None, receiver: int, tag: int
+    ) -> Any:
+        raise NotImplementedError
+
+    def _work(self, operation: Operation, told: Any, asked: Asked) -> Work:
+        raise NotImplementedError
+
+    def _issue_collective(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, exchange: Exchange, native: Native
+    ) -> Work:
+        told = self._tell_collective(operation, inputs, outputs)
+        return self._work(operation, told, self._ask(operation, inputs, outputs, exchange, native))
+
+    def _issue_message(
+        self,
+        operation: Operation,
+        tensors: Tensors,
+        sender: int | None,
+        receiver: int,
+        tag: int,
+        native: Native,
+    ) -> Work:
+        told = self._tell_message(operation, tensors, sender, receiver, tag)
+        inputs, outputs = (tensors, []) if operation.kind == "send" else ([], tensors)
+        return self._work(operation, told, self._ask(operation, inputs, outputs, lambda sent: sent, native))
+
+    def _ask(
+        self, operation: Operation, inputs: Tensors, outputs: Tensors, exchange: Exchange, native: Native
+    ) -> Asked:
+        library = self.library_of((*inputs, *outputs))
+        try:
+            return ask(library, self, operation, inputs, outputs, exchange, native)
+        except RuntimeError as error:
+            raise RuntimeError(f"{library.name()} cannot do {operation}: {first_line(error)}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
@@ -13,13 +14,23 @@ import torch
 from lessons_lib.timeline import Where
 
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TORCH = os.path.dirname(torch.__file__)
+_CHECKERS = ("jaxtyping", "beartype")  # of shapes in signatures: they stand between a call and its function
+
+
+def _folders() -> tuple[str, ...]:
+    """Where torch and the checkers lie, whether these have been imported or not."""
+    found = [find_spec(name) for name in _CHECKERS]
+    places = [spec.origin for spec in found if spec and spec.origin]
+    return tuple(os.path.dirname(place) + os.sep for place in (torch.__file__, *places))
+
+
+_MACHINERY = (_LIBRARY + os.sep, *_folders(), "<")
 _WRAPPERS = ("contextlib.py", "threading.py", "typing_extensions.py")  # of torch's deprecated functions
 
 
 def is_machinery(file: str) -> bool:
     """Whether a file belongs to torch, to this library or to the interpreter, not to the learner."""
-    return file.startswith((_LIBRARY, _TORCH, "<")) or file.endswith(_WRAPPERS)
+    return file.startswith(_MACHINERY) or file.endswith(_WRAPPERS)
 
 
 def _is_machinery_frame(frame: FrameType) -> bool:

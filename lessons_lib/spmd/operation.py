@@ -84,4 +84,20 @@ class Operation:
             where=self.where,
             peer=self.peer,
             region=self.region,
+            pieces=self._pieces() if self.met else (),
         )
+
+    def _pieces(self) -> tuple[int, ...]:
+        """Bytes for each member, in the collectives that go straight there and not along the ring."""
+        n = len(self.members)
+        own = self.members.index(self.rank)
+        if self.kind == "gather" and own != self.root:
+            return tuple(self.bytes_sent if index == self.root else 0 for index in range(n))
+        if self.kind == "scatter" and own == self.root:
+            return tuple(0 if index == own else self.n_bytes // n for index in range(n))
+        if self.kind == "all_to_all" and self.n_elements:
+            each = self.n_bytes // self.n_elements
+            return tuple(
+                0 if index == own else each * math.prod(shape) for index, shape in enumerate(self.shapes)
+            )
+        return ()

@@ -18,35 +18,35 @@ from lessons_lib.machines import Machine
 from lessons_lib.spmd import doctor
 from lessons_lib.spmd._torch_internals import Work, native_group
 from lessons_lib.spmd.board import Key, Posted
+from lessons_lib.spmd.clock import Channel, arrival_s
 from lessons_lib.spmd.doctor import Creation
-from lessons_lib.spmd.library import Asked, LibraryWork, ask, first_line
+from lessons_lib.spmd.library import POLL_S, Asked, LibraryGroup, LibraryWork, by_device, first_line
 from lessons_lib.spmd.operation import Operation
-from lessons_lib.spmd.rank_group import Exchange, Native, RankGroup, Tensors
+from lessons_lib.spmd.rank_group import RankGroup, Tensors
 
 if TYPE_CHECKING:
     from lessons_lib.spmd.process_rank import ProcessRank
 
-POLL_S = 0.0005
 
-
-class ProcessRankGroup(RankGroup):
-    """A group whose members are processes, over a group of a library for each kind of device."""
+class ProcessRankGroup(LibraryGroup):
+    """A group whose members are processes of this host."""
 
     owner: ProcessRank
 
     def __init__(self, owner: ProcessRank, name: str, label: str, members: tuple[int, ...]) -> None:
-        super().__init__(owner, name, label, members)
-        backends = {"cpu": "gloo"} | ({"cuda": "nccl"} if owner.backend == "nccl" else {})
+        index, n = members.index(owner.number), len(members)
         try:
-            self._library = {
-                device: native_group(backend, owner.store, f"{name}/{backend}", self.index, len(members))
-                for device, backend in backends.items()
+            native = {
+                device: native_group(library, owner.store, f"{name}/{library}", index, n)
+                for device, library in by_device(owner.backend).items()
             }
         except RuntimeError as error:
             raise RuntimeError(
                 f"the ranks cannot connect through the loopback interface, 127.0.0.1: {first_line(error)}. "
                 "Is it up? Thread ranks, the default transport, need no network."
             ) from None
+        super().__init__(owner, name, label, members, native)
+        self._channel = Channel(owner.machine)
         self._done_s: list[float] = []  # when its collectives were done, on a virtual clock
 
     def _new_group(self, name: str, label: str, creation: Creation) -> RankGroup | None:
@@ -83,9 +83,7 @@ class ProcessRankGroup(RankGroup):
         owner.wait_until(lambda: not owner.board.missing(owner.number, key, operation), place)
         return ProcessRankGroup(owner, name, label, creation.members)
 
-    def _issue_collective(
-        self, operation: Operation, inputs: Tensors, outputs: Tensors, exchange: Exchange, native: Native
-    ) -> Work:
+    def _tell_collective(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> tuple[Key, int]:
         mine = Posted(operation, tuple((tuple(each.shape), _name(each.dtype)) for each in outputs))
         key, place = self.owner.poster.issue(("collective", self.group_name), mine)
         posted = [self.owner.board.log(member).find(key) for member in self.members]
@@ -96,9 +94,7 @@ class ProcessRankGroup(RankGroup):
             for other in come:
                 self._check_pieces(other, mine)
                 self._check_pieces(mine, other)
-        return ProcessWork(
-            self, operation, key, place, self._ask(operation, inputs, outputs, exchange, native)
-        )
+        return key, place
 
     def _check_pieces(self, sender: Posted, receiver: Posted) -> None:
         """Stop if what one rank sends to another in an all-to-all is not what that one expects."""
@@ -111,15 +107,9 @@ class ProcessRankGroup(RankGroup):
             arrives = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             self.owner.stop(doctor.wrong_buffer(receiver.operation, buffer, arrives))
 
-    def _issue_message(
-        self,
-        operation: Operation,
-        tensors: Tensors,
-        sender: int | None,
-        receiver: int,
-        tag: int,
-        native: Native,
-    ) -> Work:
+    def _tell_message(
+        self, operation: Operation, tensors: Tensors, sender: int | None, receiver: int, tag: int
+    ) -> tuple[Key, int]:
         place_of = (self.group_name, sender, receiver, tag)
         key, place = self.owner.poster.issue((operation.kind, *place_of), Posted(operation))
         if operation.peer is not None:
@@ -130,19 +120,10 @@ class ProcessRankGroup(RankGroup):
                 sent, received = pair
                 if (sent.n_elements, sent.dtypes) != (received.n_elements, received.dtypes):
                     self.owner.stop(doctor.different_message(sent, received))
-        inputs, outputs = (tensors, []) if operation.kind == "send" else ([], tensors)
-        asked = self._ask(operation, inputs, outputs, lambda sent: sent, native)
-        return ProcessWork(self, operation, key, place, asked)
+        return key, place
 
-    def _ask(
-        self, operation: Operation, inputs: Tensors, outputs: Tensors, exchange: Exchange, native: Native
-    ) -> Asked:
-        device = next((tensor.device.type for tensor in (*inputs, *outputs)), "cpu")
-        library = self._library.get(device, self._library["cpu"])
-        try:
-            return ask(library, self, operation, inputs, outputs, exchange, native)
-        except RuntimeError as error:
-            raise RuntimeError(f"{library.name()} cannot do {operation}: {first_line(error)}") from error
+    def _work(self, operation: Operation, told: tuple[Key, int], asked: Asked) -> Work:
+        return ProcessWork(self, operation, *told, asked)
 
     # ---- a virtual clock ----
 
@@ -155,17 +136,11 @@ class ProcessRankGroup(RankGroup):
             assert operation.peer is not None
             found = board.log(operation.peer).find(key)
             assert found is not None
-            return found.operation.issued_s + machine.link(operation.peer, operation.rank).message_s(
-                operation.n_bytes
-            )
+            return arrival_s(machine, found.operation, operation.rank)
         while len(self._done_s) < operation.sequence:
             number = len(self._done_s) + 1
             posted = [board.log(member).find((*key[:-1], number)) for member in self.members]
-            began = max(each.operation.issued_s for each in posted if each)
-            free = self._done_s[-1] if self._done_s else 0.0  # the link carries one after the other
-            first = next(each.operation for each in posted if each)
-            seconds = machine.collective_s(first.kind, first.n_bytes, first.members)
-            self._done_s.append(max(began, free) + seconds)
+            self._done_s.append(self._channel.carry([each.operation for each in posted if each]))
             for member in self.members:
                 board.log(member).forget((*key[:-1], number))
         return self._done_s[operation.sequence - 1]

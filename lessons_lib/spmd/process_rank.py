@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import pickle
-import random
 import shutil
 import signal
 import sys
@@ -26,7 +25,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from lessons_lib.errors import PeerLostError
@@ -35,13 +33,17 @@ from lessons_lib.spmd import _torch_internals, by_value, doctor
 from lessons_lib.spmd.board import ENDED, FAILED, RUNNING, Board, Key, Poster
 from lessons_lib.spmd.clock import Clock, WallClock, standing_still
 from lessons_lib.spmd.current import be_in_this_process
-from lessons_lib.spmd.lines import LineFinder, know_cells, line_of_frame
+from lessons_lib.spmd.library import LibraryRank
+from lessons_lib.spmd.lines import know_cells, line_of_frame
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.process_group import ProcessRankGroup, ProcessWork
+from lessons_lib.spmd.process_state import seed_all
 from lessons_lib.spmd.recording import Ledger, recording
+from lessons_lib.spmd.stuck import CleanUp, in_flight
 from lessons_lib.timeline import Where
 
 JOB = "job"  # the file in the folder of the run
+LOOK_S = 0.25  # how often a rank looks at itself
 
 
 @dataclass(frozen=True)
@@ -75,27 +77,20 @@ class Account:
     ended_s: float = 0.0
     ledger: Ledger = field(default_factory=Ledger)
     where: Where = NOWHERE  # the line it had come to
+    cleaning_up: str = ""  # and after which exception, as the doctor tells it
 
 
-class ProcessRank:
+class ProcessRank(LibraryRank):
     """The rank that this process is."""
 
     def __init__(self, job: Job, number: int, folder: Path, line: Line) -> None:
-        self.number, self.n_ranks, self.line = number, job.n_ranks, line
-        self.backend, self.machine = job.backend, job.machine
-        self.clock = WallClock() if job.machine is None else Clock(standing_still)
-        self.lines, self.ledger = LineFinder(), Ledger()
-        self.operations: list[Operation] = []
+        clock = WallClock() if job.machine is None else Clock(standing_still)
+        super().__init__(number, job.n_ranks, job.machine, clock)
+        self.line, self.backend = line, job.backend
         self.unsettled: dict[int, ProcessWork] = {}
-        self.n_messages: dict[Any, int] = {}
-        self.n_groups: dict[Any, int] = {}
-        self.regions: list[str] = []
         self.store = _torch_internals.file_store(str(folder / "store"), job.n_ranks)
         self.board = Board(folder, job.n_ranks, reader=number)
         self.poster = Poster(self.board, folder, number)
-
-    def region(self) -> str:
-        return "/".join(self.regions)
 
     def begin(self) -> None:
         """Wait until all ranks are ready; that moment is zero on the clock of each."""
@@ -139,7 +134,9 @@ class ProcessRank:
                 if waits_in and waits_in[0] == work.key:
                     operations[index] = replace(operation, waited_s=math.inf)
         ledger = Ledger(dict(self.ledger.flops), list(self.ledger.live_bytes))
-        return Account(operations, keys, self.clock.now(), ledger, line_of_frame(frame))
+        error = in_flight(threading.main_thread().ident or 0)
+        first = doctor.cleaning_up(self.number, error, "came to no end") if error else ""
+        return Account(operations, keys, self.clock.now(), ledger, line_of_frame(frame), first)
 
 
 @dataclass
@@ -253,10 +250,18 @@ class Rebuilt:
 
 
 def _listen(line: Line, rank: ProcessRank, folder: str) -> None:
-    """Tell what this rank has done if the launcher asks; end when it lets go."""
+    """Tell what this rank has done if the launcher asks, or that it stands still; end when it lets go."""
+    clean_up = CleanUp(threading.main_thread().ident or 0)
     try:
-        while line.connection.recv_bytes() == b"account":
-            line.send("account", rank.account())
+        while True:
+            if line.connection.poll(LOOK_S):
+                if line.connection.recv_bytes() != b"account":
+                    break
+                line.send("account", rank.account())
+            elif rank.board.status(rank.number) == RUNNING:
+                error = clean_up.stands_still()
+                if error is not None:
+                    _raised(line, rank.number, error, rank)
     except (EOFError, OSError):
         pass
     finally:
@@ -278,20 +283,15 @@ def _become(job: Job, number: int) -> None:
         logging.basicConfig(level=job.log_level, stream=sys.stderr)
     torch.set_num_threads(job.n_threads)
     torch.set_default_dtype(job.default_dtype)
-    _seed_all(job.seed)
+    seed_all(job.seed)
     if job.backend == "nccl":
         torch.cuda.set_device(number)
 
 
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-
-
 def warm_up() -> None:
     """Do once, before ranks are forked, what would take the first time of each of them."""
-    _seed_all(0)  # loads more of torch and of numpy
+    seed_all(0)  # loads more of torch and of numpy
+    _torch_internals.load_compiler()
     torch.ones(2).sum().item()
     gc.collect()
     gc.freeze()  # the collector of a rank need not touch, and so copy, the memory it shares

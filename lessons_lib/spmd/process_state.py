@@ -135,6 +135,13 @@ def seeded(n_ranks: int, seed: int, classes: Sequence[type] = ()) -> list[Proces
     ]
 
 
+def seed_all(seed: int) -> None:
+    """Let all that draws random numbers in this process begin from ``seed``."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
 def name_rank(rank: int) -> None:
     """Make ``os.environ`` read as it would in the process of that rank."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)

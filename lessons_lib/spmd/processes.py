@@ -59,6 +59,8 @@ GRACE_S = 1.0  # how long ranks may take to tell what they did
 Ranks = list[tuple[Connection, "Process"]]
 Start = Callable[[int], Ranks]
 
+RANK = "lessons_lib.spmd.process_rank"  # whose serve() runs in the process of a rank
+
 
 @dataclass
 class Process:
@@ -81,6 +83,11 @@ class Ended:
     returned: list[bool]
     accounts: list[Account]
     failure: BaseException | None
+
+    @classmethod
+    def before_it_began(cls, n_ranks: int, failure: RunError) -> Ended:
+        """Of a run whose ranks could not be started."""
+        return cls([None] * n_ranks, [False] * n_ranks, [Account() for _ in range(n_ranks)], failure)
 
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -147,18 +154,18 @@ class Zygote:
     def lives(self) -> bool:
         return self.process.poll() is None
 
-    def fork(self, n_ranks: int) -> Ranks:
+    def fork(self, n_ranks: int, module: str) -> Ranks:
         with self._one_request:
             ranks: Ranks = []
             while len(ranks) < n_ranks:
-                ranks += self._fork(min(n_ranks - len(ranks), MOST_AT_ONCE))
+                ranks += self._fork(min(n_ranks - len(ranks), MOST_AT_ONCE), module)
             return ranks
 
-    def _fork(self, n_ranks: int) -> Ranks:
+    def _fork(self, n_ranks: int, module: str) -> Ranks:
         pairs = [socket.socketpair() for _ in range(n_ranks)]
         try:
             with suppress(OSError):  # it has ended: said below
-                socket.send_fds(self.control, [b"+"], [theirs.fileno() for _, theirs in pairs])
+                socket.send_fds(self.control, [module.encode()], [theirs.fileno() for _, theirs in pairs])
             with self._changed:
                 if not self._changed.wait_for(lambda: self._started or not self.lives, START_S):
                     raise RunError(f"no rank was started within {START_S:g} s")
@@ -211,18 +218,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_zygote.clear)  # it is the parent's
 
 
-def forked(n_ranks: int) -> Ranks:
-    """Fork the ranks from a process that has torch loaded."""
+def forked(n_ranks: int, module: str = RANK) -> Ranks:
+    """Fork the ranks, or whatever else ``module`` serves, from a process that has torch loaded."""
     with _one_zygote:
         if not _zygote or not _zygote[0].lives:
             _close_zygote()
             _zygote.append(Zygote())
         zygote = _zygote[0]
-    return zygote.fork(n_ranks)
+    return zygote.fork(n_ranks, module)
 
 
-def spawned(n_ranks: int) -> Ranks:
-    """Start every rank as a new Python: for systems that cannot fork. Untested on Windows and macOS."""
+def spawned(n_ranks: int, module: str = RANK) -> Ranks:
+    """The same, each as a new Python: for systems that cannot fork. Untested on Windows and macOS."""
     key = secrets.token_bytes(32)
     until = time.perf_counter() + START_S * (1 + n_ranks / available_cores())
     processes: list[Process] = []
@@ -233,7 +240,7 @@ def spawned(n_ranks: int) -> Ranks:
             for number in range(n_ranks):
                 port = str(server.getsockname()[1])
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "lessons_lib.spmd.zygote", "rank", port, str(number)],
+                    [sys.executable, "-m", "lessons_lib.spmd.zygote", "alone", port, str(number), module],
                     stdin=subprocess.PIPE,
                     env=_environment(),
                 )
@@ -400,11 +407,11 @@ class Watch:
                 if self.failure is None and time.perf_counter() > deadline:
                     silent = self._ask_for_accounts()
                     report = doctor.too_long(self.timeout_s or 0.0, self.running(), self.standing())
-                    self.failure = RunTimeoutError(report + silent)
+                    self.failure = RunTimeoutError(self._first_errors() + report + silent)
         except KeyboardInterrupt:
             silent = self._ask_for_accounts()
             report = doctor.interrupted(self.running(), self.standing())
-            self.failure = KeyboardInterrupt(report + silent)
+            self.failure = KeyboardInterrupt(self._first_errors() + report + silent)
         if self.failure is not None:
             self._ask_for_accounts()
         for rank in range(len(self.ranks)):
@@ -540,8 +547,10 @@ class Watch:
         self.failure = error
 
     def _first_errors(self) -> str:
-        """Exceptions in flight in ranks that communicate while cleaning up: what went wrong first."""
-        return "".join(self.board.cleaning_up(rank) for rank in self.board.look().waiting)
+        """Exceptions in flight in ranks that are cleaning up: what went wrong first."""
+        waiting = set(self.board.look().waiting)
+        told = [account.cleaning_up if account else "" for account in self.accounts]
+        return "".join(self.board.cleaning_up(r) if r in waiting else told[r] for r in range(len(told)))
 
     def _any_disagreement(self) -> str:
         """The first collective among those that ranks wait in whose ranks disagree."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lessons_lib.errors import RefusedError
 from lessons_lib.spmd._torch_internals import (
     AllgatherOptions,
     AllreduceOptions,
@@ -402,7 +403,10 @@ class RankGroup(ProcessGroup):
         """Refuse a rank that is not in the group, before anything is sent."""
         if not 0 <= index < self.size():
             ranks = ranks_text(self.members)
-            raise ValueError(f"{kind} names a {name} that is not in its group, which has {ranks}")
+            raise RefusedError(
+                f"{kind} names a {name} that is not in its group, which has {ranks}. Try one of them: "
+                "src and dst are global ranks, also in a sub-group; group_src and group_dst are not."
+            )
         return index
 
     def _to_all(self, received: list[Tensor]) -> list[list[Tensor]]:
@@ -425,16 +429,19 @@ class RankGroup(ProcessGroup):
 
     def _one_for_each(self, tensors: Tensors, who: str) -> Tensors:
         if len(tensors) != self.size():
-            raise ValueError(
-                f"{who} one tensor for each of the group's {self.size()} ranks, and got {len(tensors)}"
+            raise RefusedError(
+                f"{who} one tensor for each of the group's {self.size()} ranks, and got {len(tensors)}. "
+                f"Try a list of {self.size()}."
             )
         return tensors
 
     def _even(self, size: int, kind: str, what: str) -> None:
         if size % self.size():
-            raise ValueError(
+            below = size // self.size() * self.size()
+            near = " or ".join(str(n) for n in (below, below + self.size()) if n)
+            raise RefusedError(
                 f"{kind} cuts its tensor into {self.size()} equal pieces, one for each rank of the group, "
-                f"and it has {size} {what}"
+                f"and it has {size} {what}. Nearest that can be cut so: {near}."
             )
 
     def _reduction(self, opts: Any) -> tuple[str, Callable[[list[Tensor]], Tensor]]:
@@ -442,7 +449,7 @@ class RankGroup(ProcessGroup):
         op = getattr(op, "op", op)
         if op not in REDUCTIONS:
             known = ", ".join(name.upper() for name, _ in REDUCTIONS.values())
-            raise ValueError(f"ranks cannot reduce with {op}; they know {known}")
+            raise RefusedError(f"ranks cannot reduce with {op}; they know {known}. Try dist.ReduceOp.SUM.")
         name, combine = REDUCTIONS[op]
         size = self.size()
 
@@ -524,7 +531,7 @@ class RankGroup(ProcessGroup):
         """Only the rank that owns this group may call it."""
         if current() is not self.owner:
             whose = "this run" if current() else "a run that has ended"
-            raise RuntimeError(
+            raise RefusedError(
                 f"this process group belongs to rank {self.owner.number} of {whose}; it was kept in a "
                 "global, a default argument or a returned value. Ask for a group where it is used."
             )

@@ -33,6 +33,7 @@ class Run:
     def picture(self, theme: str = "light") -> Figure:
         """One lane per rank, with messages as arrows and what each returned; the traffic table below."""
         timeline = self.trace.timeline
+        name = self.name if len(self.name) <= 36 else f"{self.name[:35]}…"
         who = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         took = f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{self.seconds * 1000:.3g} ms"
         if self.error is not None:
@@ -51,7 +52,7 @@ class Run:
         return lanes(
             timeline,
             self.trace.traffic,
-            title=f"{self.name} on {who}, {timeline.clock}",
+            title=f"{name} on {who}, {timeline.clock}",
             subtitle=meaning,
             notes=[(rank, timeline.end_of(rank), ending) for rank, ending in enumerate(self.endings)],
             failed=[rank for rank, ending in enumerate(self.endings) if not ending.startswith("returned")],

@@ -36,7 +36,8 @@ class ThreadGroup(RankGroup):
             if disagreement:
                 world.mismatch(disagreement)
             del world.collectives[key]
-            collective.complete(exchange, world.time_collective(list(collective.operations.values())))
+            done_s = world.channels[self.group_name].carry(list(collective.operations.values()))
+            collective.complete(exchange, done_s)
         part = CollectivePart(collective, self.index, operation, outputs, world.mismatch)
         return ThreadWork(self.owner, part, list(outputs) or list(inputs))
 
@@ -52,7 +53,7 @@ class ThreadGroup(RankGroup):
         world = self.owner.world
         others = tuple(member for member in self.members if member != self.owner.number)
         carried = snapshot(tensors) if operation.kind == "send" else list(tensors)
-        p2p = P2P(operation, carried, sender, others, world.time_message)
+        p2p = P2P(operation, carried, sender, others, world.machine)
         queue = world.p2p_queues.setdefault((self.group_name, receiver, tag), P2PQueue())
         disagreement = queue.post(p2p)
         if disagreement:

@@ -16,31 +16,41 @@ import contextvars
 import ctypes
 import enum
 import math
+import random
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lessons_lib.errors import DeadlockError, MismatchError, RankError, RunError, RunTimeoutError
+from lessons_lib.errors import (
+    DeadlockError,
+    MismatchError,
+    RankError,
+    RefusedError,
+    RunError,
+    RunTimeoutError,
+)
 from lessons_lib.machines import Machine
-from lessons_lib.spmd import _torch_internals, by_value, doctor, process_state
-from lessons_lib.spmd.clock import Clock, standing_still
+from lessons_lib.spmd import _torch_internals, by_value, doctor, process_state, stuck
+from lessons_lib.spmd.clock import Channel, Clock, standing_still
 from lessons_lib.spmd.current import be_in_this_thread, current, current_number
 from lessons_lib.spmd.doctor import Creation, RankStatus
 from lessons_lib.spmd.lines import LineFinder, line_of_frame
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.output import labelled
 from lessons_lib.spmd.recording import Ledger, recording
+from lessons_lib.spmd.stuck import CleanUp
 from lessons_lib.timeline import Where
 
 if TYPE_CHECKING:
     from lessons_lib.spmd.in_flight import Collective, P2PQueue, Part
 
-MOST_IDLE_POLLS = 10_000
+MOST_IDLE_POLLS = 2_000
 GRACE_S = 2.0  # how long ranks may take to stop before they are left alone
 
 _one_run = threading.Lock()
@@ -68,7 +78,6 @@ class Rank:
     waits_for: Part | None = None  # what it waits for
     cleaning_up_after: BaseException | None = None  # in a communication: the exception in flight, if any
     clock: Clock = field(default_factory=Clock)
-    link_free_s: float = 0.0  # until when its link is busy with communication
     regions: list[str] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
     n_messages: dict[Any, int] = field(default_factory=dict)  # sent or received, by the other side
@@ -110,8 +119,10 @@ class World:
         classes: Sequence[type],
         machine: Machine | None = None,
         record: Sequence[str] = (),
+        turns: int | None = None,
     ) -> None:
         self.machine, self.record = machine, record
+        self.turns = None if turns is None else random.Random(turns)  # draws whose turn is next
         tick = time.perf_counter if machine is None else standing_still
         everyone = enumerate(process_state.seeded(n_ranks, seed, classes))
         self.ranks = [Rank(number, self, own, clock=Clock(tick)) for number, own in everyone]
@@ -122,26 +133,10 @@ class World:
         self.collectives: dict[tuple[str, int], Collective] = {}  # by group and number of the collective
         self.p2p_queues: dict[tuple[str, int, int], P2PQueue] = {}  # by group, receiver and tag
         self.groups: dict[str, Creation] = {}  # the first call that created a group, by its name
+        self.channels: defaultdict[str, Channel] = defaultdict(lambda: Channel(machine))  # by group
         self.all_ended = threading.Event()
         self.failure: BaseException | None = None
         self.stopped_at: float | None = None
-
-    def time_collective(self, operations: Sequence[Operation]) -> float:
-        """When a collective is done, on the clock: it begins when all are there and their links free."""
-        began = max(max(o.issued_s, self.ranks[o.rank].link_free_s) for o in operations)
-        if self.machine is None:
-            return began
-        first = operations[0]
-        done = began + self.machine.collective_s(first.kind, first.n_bytes, first.members)
-        for operation in operations:
-            self.ranks[operation.rank].link_free_s = done
-        return done
-
-    def time_message(self, sent: Operation, receiver: int) -> float:
-        """When a message has arrived, on the clock, if somebody receives it."""
-        if self.machine is None:
-            return sent.issued_s
-        return sent.issued_s + self.machine.link(sent.rank, receiver).message_s(sent.n_bytes)
 
     # ---- the baton ----
 
@@ -172,7 +167,10 @@ class World:
     def _me(self) -> Rank:
         rank = current()
         if rank is None or rank.world is not self:
-            raise RuntimeError("only the ranks of a run communicate, each in its own thread, while it lasts")
+            raise RefusedError(
+                "only the ranks of a run communicate, each in its own thread, while it lasts. "
+                'Try without threads of your own; or transport="processes", whose ranks may have some.'
+            )
         if self.stopped:
             raise Stopped
         return rank
@@ -199,13 +197,19 @@ class World:
 
     def _next_after(self, rank: Rank) -> Rank | None:
         """The next rank that can go on, the given one last."""
-        following = self.ranks[rank.number + 1 :] + self.ranks[: rank.number + 1]
-        for other in following:
+        others = self.ranks[rank.number + 1 :] + self.ranks[: rank.number]
+        if self.turns is not None:
+            self.turns.shuffle(others)
+        for other in (*others, rank):
             if other.state is State.READY:
                 return other
             if other.state is State.WAITING and (self.stopped or not other.stands_still):
                 return other
         return None
+
+    def first(self) -> Rank:
+        """The rank that begins."""
+        return self.ranks[0] if self.turns is None else self.turns.choice(self.ranks)
 
     # ---- beginning and end of a rank ----
 
@@ -275,7 +279,7 @@ class World:
     def mismatch(self, report: str) -> None:
         """Stop everybody: ranks disagree, and going on would give a wrong number."""
         self._me().cleaning_up_after = sys.exc_info()[1]
-        self.stop(MismatchError(self._first_errors() + report))
+        self.stop(MismatchError(self.first_errors() + report))
         raise Stopped
 
     def standing(self) -> list[RankStatus]:
@@ -309,19 +313,32 @@ class World:
         for collective in self.collectives.values():
             disagreement = collective.disagreement()
             if disagreement:
-                return MismatchError(self._first_errors() + disagreement)
+                return MismatchError(self.first_errors() + disagreement)
         standing = self.standing()
-        error = DeadlockError(self._first_errors() + doctor.deadlock(standing))
+        error = DeadlockError(self.first_errors() + doctor.deadlock(standing))
         error.waiting = tuple(rank.waiting for rank in standing if rank.waiting)
         return error
 
-    def _first_errors(self) -> str:
-        """Exceptions in flight in ranks that communicate while cleaning up: what went wrong first."""
-        return "".join(
-            doctor.cleaning_up(rank.number, rank.cleaning_up_after)
-            for rank in self.ranks
-            if rank.cleaning_up_after is not None
-        )
+    def first_errors(self) -> str:
+        """Exceptions in flight in ranks that are cleaning up: what went wrong first."""
+        reports = []
+        for rank in self.ranks:
+            if rank.cleaning_up_after is not None:
+                reports.append(doctor.cleaning_up(rank.number, rank.cleaning_up_after))
+            elif rank.state is State.RUNNING and rank.thread is not None:
+                error = stuck.in_flight(rank.thread.ident or 0)
+                if error is not None:
+                    reports.append(doctor.cleaning_up(rank.number, error, "came to no end"))
+        return "".join(reports)
+
+    def look_at(self, clean_ups: dict[int, CleanUp]) -> None:
+        """End the run for a rank whose clean-up code stands still: its exception would never come."""
+        for rank in self.ranks:
+            if rank.state is State.RUNNING and rank.thread is not None and rank.thread.ident is not None:
+                look = clean_ups.setdefault(rank.number, CleanUp(rank.thread.ident))
+                error = look.stands_still()
+                if error is not None:
+                    self._raised(rank, error)
 
     def interrupt(self) -> None:
         """Raise :class:`Stopped` in the rank that runs, at its next line of Python."""
@@ -378,10 +395,11 @@ def launch(
                 except RuntimeError as failure:  # the system gives no more threads
                     world.stop(RunError(f"rank {rank.number} could not be started: {failure}"))
                     return world.abandon()
-            world.ranks[0].baton.release()
+            world.first().baton.release()
             stuck = _wait_for_end(world, timeout_s)
         except KeyboardInterrupt:
-            world.stop(KeyboardInterrupt(doctor.interrupted(world.running(), world.standing())))
+            report = doctor.interrupted(world.running(), world.standing())
+            world.stop(KeyboardInterrupt(world.first_errors() + report))
             try:
                 stuck = _wait_for_end(world, None)
             except KeyboardInterrupt:  # a second one: do not wait until the ranks have stopped
@@ -401,11 +419,14 @@ def _wait_for_end(world: World, timeout_s: float | None) -> list[Rank]:
     """Wait until all ranks have ended; once the run is stopped, at most ``GRACE_S`` longer."""
     deadline = math.inf if timeout_s is None else time.perf_counter() + timeout_s
     interruptions = 0
+    clean_ups: dict[int, CleanUp] = {}
     while not world.all_ended.wait(0.05):
         now = time.perf_counter()
         if now > deadline and not world.stopped:
             report = doctor.too_long(timeout_s or 0.0, world.running(), world.standing())
-            world.stop(RunTimeoutError(report))
+            world.stop(RunTimeoutError(world.first_errors() + report))
+        if not world.stopped:
+            world.look_at(clean_ups)
         if world.stopped_at is not None:
             if now - world.stopped_at > GRACE_S:
                 return world.abandon()

@@ -35,13 +35,15 @@ class Trace:
     def flops_of(self, rank: int, region: str | None = None) -> int:
         """Floating point operations of ``rank``; for a run with ``record="flops"``."""
         if not self.flops:
-            raise ValueError('FLOPs were not recorded. Try run(..., record=("flops",)).')
+            raise RefusedError('FLOPs were not recorded. Try run(..., record="flops").')
+        self._check(rank)
         return sum(n for where, n in self.flops[rank].items() if region is None or region in where.split("/"))
 
     def peak_bytes(self, rank: int) -> int:
         """The most memory that tensors of ``rank`` held at once; for a run with ``record="memory"``."""
         if not self.live_bytes:
-            raise ValueError('Memory was not recorded. Try run(..., record=("memory",)).')
+            raise RefusedError('Memory was not recorded. Try run(..., record="memory").')
+        self._check(rank)
         return max(n_bytes for _, n_bytes in self.live_bytes[rank])
 
     def save_chrome(self, path: str | Path) -> None:
@@ -78,11 +80,14 @@ class Trace:
                 )
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
-    def _of(self, rank: int, region: str | None) -> Iterable[Event]:
+    def _check(self, rank: int) -> None:
         if not 0 <= rank < self.n_ranks:
             raise RefusedError(
                 f"rank {rank} is none of this run's {self.n_ranks} ranks (0 to {self.n_ranks - 1})"
             )
+
+    def _of(self, rank: int, region: str | None) -> Iterable[Event]:
+        self._check(rank)
         return (
             event
             for event in self.events
