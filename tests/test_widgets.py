@@ -22,8 +22,14 @@ from tooling.source import NOTEBOOK_METADATA
 from lessons_lib import run
 from lessons_lib.errors import RefusedError, RunError
 from lessons_lib.views import Figure, collective_step, layout_picture
-from lessons_lib.widgets import Explorer, collective_stepper, layout_explorer, wait_explorer
-from lessons_lib.widgets.explorer import Choice, Slider
+from lessons_lib.widgets import (
+    Explorer,
+    collective_stepper,
+    layout_explorer,
+    pipeline_explorer,
+    wait_explorer,
+)
+from lessons_lib.widgets.explorer import Choice, Slider, Toggle
 from lessons_lib.widgets.latest import Latest
 from lessons_lib.widgets.recorded import record
 
@@ -38,6 +44,7 @@ EXPLORERS = {
     "stepper": collective_stepper,
     "waits": lambda: wait_explorer(stood_still()),
     "layouts": layout_explorer,
+    "pipelines": pipeline_explorer,
 }
 
 
@@ -232,7 +239,8 @@ def test_no_more_than_four_controls():
 @pytest.mark.parametrize("name", EXPLORERS)
 def test_every_explorer_has_names_a_reset_and_two_settings_that_work(name):
     explorer = EXPLORERS[name]()
-    assert 1 <= len(explorer.widgets) <= 4 and len(explorer.settings) == 2
+    controls = [control for control in explorer.controls.values() if not isinstance(control, Toggle)]
+    assert 1 <= len(controls) <= 4 and len(explorer.settings) == 2
     assert all(len(widget.description) > 3 for widget in explorer.widgets.values())
     start = explorer.figure.alt
     for values in (*explorer.settings.values(), explorer.start):
@@ -377,3 +385,76 @@ def test_a_closed_explorer_draws_no_more():
     explorer.close()
     widget.value = 7
     assert len(drawn) == 1
+
+
+# ---- explorer 1: pipelines
+
+
+def said(explorer):
+    """What the captions of its picture say of each schedule: when it ends, and its bubble."""
+    ends = [float(n) for n in re.findall(r"done at ([\d.]+)", explorer.figure.alt)]
+    bubbles = [float(n) for n in re.findall(r"bubble ([\d.]+) % of total time", explorer.figure.alt)]
+    return ends, bubbles
+
+
+def test_the_same_bubble_and_another_memory():
+    ends, bubbles = said(explorer := pipeline_explorer("gpipe", "1f1b", m=8))
+    assert ends == [33, 33] and bubbles == [27.3, 27.3]  # (p-1)/(m+p-1)
+    assert (
+        "peak 8 micro-batches" in explorer.figure.alt and "peak 1 to 4 micro-batches" in explorer.figure.alt
+    )
+    explorer.set(m=12)
+    assert said(explorer)[1] == [20, 20]
+
+
+def test_with_slow_messages_the_winner_changes():
+    explorer = pipeline_explorer("gpipe", "1f1b", m=8)
+    explorer.set(latency="0.1")
+    assert said(explorer)[0] == [33.6, 34.6]
+
+
+@pytest.mark.parametrize("second", ["interleaved", "zb-v", "dualpipe-v", "breadth-first"])
+def test_all_schedules_do_the_same_work(second):
+    """A chunk is a part of a rank's share: the ideal time is m (F + B) whatever the schedule."""
+    ends, bubbles = said(pipeline_explorer("gpipe", second, m=8))
+    for end, bubble in zip(ends, bubbles, strict=True):
+        assert end * (1 - bubble / 100) == pytest.approx(24, rel=0.003)
+
+
+def axis_of(figure):
+    """The numbers below the lanes, and where they stand."""
+    texts = re.findall(
+        r'<text x="([\d.]+)" y="([\d.]+)"[^>]*text-anchor="middle"[^>]*>([^<]+)</text>', figure.svg
+    )
+    lowest = max((float(y) for _, y, words in texts if words == "0"), default=0)
+    return [(x, words) for x, y, words in texts if float(y) == lowest]
+
+
+def test_its_axis_stays_when_a_slider_moves():
+    explorer = pipeline_explorer("gpipe", "1f1b", m=4)
+    before = axis_of(explorer.figure)
+    assert len(before) > 4
+    explorer.set(m=12, latency="1")
+    assert axis_of(explorer.figure) == before
+
+
+def test_a_number_that_a_schedule_cannot_have_is_told_and_the_next_one_recovers():
+    explorer = pipeline_explorer("gpipe", "interleaved", m=8)
+    explorer.set(m=9)
+    assert "m=9 is not a multiple of p. Nearest: m=8 or m=12." in explorer.error
+    explorer.set(m=12)
+    assert not explorer.error and said(explorer)[1][0] == 20
+    for wrong in ({"first": "gpip"}, {"latency": "0.3"}):
+        with pytest.raises(RefusedError, match=r"there are gpipe|choose one of"):
+            pipeline_explorer(**wrong)
+
+
+def test_ranks_w_and_the_critical_path_are_toggles():
+    explorer = pipeline_explorer()
+    explorer.set(eight_ranks=True, m=16)
+    assert "p = 8, m = 16" in explorer.figure.alt
+    explorer.set(free_w=True)
+    assert said(explorer)[0] == [(16 + 7) * 2] * 2
+    assert "decides the end" not in explorer.figure.svg
+    explorer.set(path=True)
+    assert "decides the end" in explorer.figure.svg

@@ -58,7 +58,14 @@ class Written:
     description: str
 
 
-Control = Slider | Choice | Written
+@dataclass(frozen=True)
+class Toggle:
+    """Something that is on or off, besides the controls."""
+
+    description: str
+
+
+Control = Slider | Choice | Written | Toggle
 Values = dict[str, Any]
 
 
@@ -95,8 +102,9 @@ class Explorer:
     limits: Callable[[Values], Mapping[str, int]] = lambda values: {}
 
     def __post_init__(self) -> None:
-        if len(self.controls) > MOST_CONTROLS:
-            raise RefusedError(f"{len(self.controls)} controls: an explorer has at most {MOST_CONTROLS}.")
+        n_controls = sum(not isinstance(control, Toggle) for control in self.controls.values())
+        if n_controls > MOST_CONTROLS:
+            raise RefusedError(f"{n_controls} controls: an explorer has at most {MOST_CONTROLS}.")
         self.figure = self.draw(**self.start)  # what is wrong from the start is raised here
         self.error = ""
         self.values = dict(self.start)
@@ -167,6 +175,12 @@ class Explorer:
                     **shared,
                     layout={"width": "max-content"},
                 )
+            elif isinstance(control, Toggle):
+                widget = ipywidgets.ToggleButton(
+                    value=self.values[name],
+                    description=control.description,
+                    layout={"width": "max-content"},
+                )
             else:
                 widget = ipywidgets.Text(
                     value=self.values[name], continuous_update=False, **shared, layout={"width": "260px"}
@@ -181,8 +195,8 @@ class Explorer:
         self._wrong, self._picture, self._sentence = (ipywidgets.HTML() for _ in range(3))
         box = ipywidgets.VBox(
             [
-                ipywidgets.Box(list(self.widgets.values()), layout=row),
-                ipywidgets.Box(buttons, layout=row),
+                ipywidgets.Box(self._rows(Slider | Choice | Written), layout=row),
+                ipywidgets.Box([*self._rows(Toggle), *buttons], layout=row),
                 self._wrong,
                 self._picture,
                 self._sentence,
@@ -192,6 +206,9 @@ class Explorer:
         box.add_class(f"explorer-{box.model_id}")
         self._show()
         return box
+
+    def _rows(self, kind: Any) -> list[Any]:
+        return [self.widgets[name] for name, control in self.controls.items() if isinstance(control, kind)]
 
     def _button(self, ipywidgets: Any, description: str, values: Values) -> Any:
         button = ipywidgets.Button(description=description, layout={"width": "max-content"})

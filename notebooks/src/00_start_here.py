@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lessons_lib import Layout, Mesh, run
+from lessons_lib.grading import predict
 
 # %% [markdown] minutes=1 core=true
 # ## Eight ranks
@@ -30,13 +31,15 @@ run(hello, ranks=8)
 # %% [markdown] minutes=1 core=true
 # ## What does rank 0 see?
 #
-# The notebook has an `x`. Four ranks change it: rank r adds r + 1.
-#
-# **Guess:** what does each rank return, and what is `x` in the notebook afterwards?
-#
-# * A: they share `x`, so the last rank sees 10 + 1 + 2 + 3 + 4 = 20, and so does the notebook
-# * B: each sees its own sum, and the notebook sees that of rank 0
-# * C: each sees its own sum, and the notebook still has 10
+# The notebook has an `x`, and it is 10. Four ranks change it: rank r adds r + 1. Click on your guess.
+
+# %% name="change-guess"
+x_afterwards = predict(
+    "What do the four ranks return, and what is x in the notebook afterwards?",
+    A="11, 13, 16, 20: they share x; and the notebook has 20",
+    B="11, 12, 13, 14; the notebook has that of rank 0, 11",
+    C="11, 12, 13, 14; the notebook still has 10",
+)
 
 # %% name="change"
 x = torch.tensor([10.0])
@@ -45,10 +48,18 @@ def change():
     x.add_(dist.get_rank() + 1)
     return x.item()
 
-print("ranks:", run(change, ranks=4).values, "  notebook:", x.item())
+values = run(change, ranks=4).values
+
+# %% name="change-seen"
+x_afterwards.reveal(
+    f"ranks {values}, notebook {x.item()}",
+    answer="C",
+    A="ranks share no variable, not even here, where they are threads",
+    B="rank 0 is a rank like the others; the notebook is no rank at all",
+)
 
 # %% [markdown] minutes=1 core=true
-# C. A rank has its own memory: the function and everything it uses travelled to it *by value*.
+# A rank has its own memory: the function and everything it uses travelled to it *by value*.
 # On a cluster the ranks are processes on different machines, and it could not be otherwise.
 # What one rank knows reaches another only if it is **sent**.
 
@@ -56,8 +67,9 @@ print("ranks:", run(change, ranks=4).values, "  notebook:", x.item())
 # ## Ranks meet
 #
 # `all_reduce` adds up a tensor over all ranks. Each rank brings 1000 numbers of 4 bytes.
-#
-# **Guess:** on which rank is the sum afterwards?
+
+# %% name="meet-guess"
+who_has_it = predict("On which rank is the sum afterwards?", A="rank 0", B="the last rank", C="all four")
 
 # %% name="meet"
 def meet():
@@ -65,10 +77,19 @@ def meet():
     dist.all_reduce(x)
     return x[0].item()
 
-run(meet, ranks=4)
+together = run(meet, ranks=4)
+together
+
+# %% name="meet-seen"
+who_has_it.reveal(
+    together.values,
+    answer="C",
+    A="rank 0 is not the boss of anything: 'all' in all-reduce means that all have the result",
+    B="the ranks do not add up one after the other and leave the sum with the last",
+)
 
 # %% [markdown] minutes=1 core=true
-# On all four: 1 + 2 + 3 + 4 = 10. Rank 0 is not the boss of anything.
+# 1 + 2 + 3 + 4 = 10, everywhere.
 #
 # The upright line is the moment at which the lanes meet: who comes early waits (hatched). The table counts what
 # every rank *sends*: 6000 bytes, though it brought only 4000. A sum over p ranks costs each of them 2 (p − 1) / p of
@@ -129,6 +150,22 @@ def combine():
 print(run(combine, ranks=4).values[0])  # make it 8
 
 # %% [markdown] minutes=1 core=true
+# ## A pipeline, with a slider
+#
+# Four ranks hold a quarter of a model's layers each, and a batch runs through them in pieces, *micro-batches*. Hatched
+# is a rank that waits: the *bubble*. Drag the micro-batches from 4 to 12. (Click on the slider, then use the arrow
+# keys.)
+
+# %% name="pipeline"
+from lessons_lib.widgets import pipeline_explorer
+
+pipeline_explorer("gpipe", "nothing", m=4)
+
+# %% [markdown] core=true
+# The bubble shrinks from 43 % to 20 %, and what each rank must keep for its backward grows from 4 micro-batches to 12.
+# Lessons 16 to 19 get rid of both.
+
+# %% [markdown] minutes=1 core=true
 # ## A GPT, on one rank and on four
 #
 # This trains a small GPT on Python's own documentation, first on one rank, then with every large matrix cut
@@ -177,7 +214,15 @@ for name, result in (("1 rank ", serial), ("4 ranks", parallel)):
 # | **counted, not moved** | bytes: what a ring of real GPUs would send |
 # | **not real** | the speed. Ranks are threads that *take turns*. A lane shows its rank's own time, as if all had run side by side; the clock on the wall shows the sum |
 #
-# **Guess:** a fixed amount of work, shared out over 8 ranks. How much sooner is it done here?
+# A fixed amount of work is shared out over 1, 2, 4 and 8 ranks.
+
+# %% name="take-turns-guess"
+how_soon = predict(
+    "How much sooner are 8 ranks done, on this machine, than 1?",
+    A="8 times sooner",
+    B="as many times sooner as the machine has cores",
+    C="no sooner",
+)
 
 # %% name="take-turns"
 def share():
@@ -192,8 +237,16 @@ for ranks in (1, 2, 4, 8):
     wall = min(result.seconds for result in runs) * 1000
     print(f"ranks={ranks}   a rank works {own:4.0f} ms   here it takes {wall:4.0f} ms")
 
+# %% name="take-turns-seen"
+how_soon.reveal(
+    f"{wall:.0f} ms with 8 ranks",
+    answer="C",
+    A="8 ranks are 8 times faster on 8 GPUs; here they take turns on one",
+    B="one rank runs at a time, so that their order, and every hang, is the same each time",
+)
+
 # %% [markdown] minutes=1 core=true
-# No sooner, give or take. Eight ranks here are eight times the *ranks*, not eight times the *machine*. What a
+# Eight ranks here are eight times the *ranks*, not eight times the *machine*. What a
 # cluster would need stands under *a rank works*.
 
 # %% [markdown] minutes=4 core=true

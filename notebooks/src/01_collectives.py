@@ -3,11 +3,6 @@
 #
 # Eight GPUs each hold 1 GB of gradients, and each needs the sum of all eight. **How many GB must each
 # *send*?**
-#
-# * A: 1, its own gradients, once
-# * B: 1.75
-# * C: 7, its own gradients to each of the seven others
-# * D: one of them sends 7 and the others 1, because somebody has to do the adding
 
 # %% tags=["setup"]
 import matplotlib.pyplot as plt
@@ -15,14 +10,33 @@ import torch
 import torch.distributed as dist
 
 from lessons_lib import Layout, Mesh, region, run
+from lessons_lib.grading import predict, recap
 from lessons_lib.mesh import Group
 from lessons_lib.rings import ring_all_reduce
 from lessons_lib.views import layout_picture
 
+# %% [markdown] minutes=2 core=true
+# ## Before you begin
+#
+# Three questions about lesson 00.
+
+# %% name="recap"
+recap("01")
+
 # %% [markdown] minutes=1 core=true
 # ## How much must each send?
-#
-# **Guess before you run.** Here each rank has 1 MB, which is 250 000 numbers of 4 bytes.
+
+# %% name="how-much-guess"
+gigabytes = predict(
+    "Eight GPUs hold 1 GB each and want the sum. What must each send?",
+    A="1 GB, its own gradients, once",
+    B="1.75 GB",
+    C="7 GB, its own gradients to each of the seven others",
+    D="one of them sends 7 GB and the others 1, because somebody has to do the adding",
+)
+
+# %% [markdown] core=true
+# Here each rank has 1 MB, which is 250 000 numbers of 4 bytes.
 
 # %% name="how-much"
 def add_up():
@@ -32,8 +46,17 @@ for ranks in (2, 4, 8):
     sent = run(add_up, ranks=ranks).trace.bytes_sent(rank=0)
     print(f"{ranks} ranks: each sends {sent / 1e6:.2f} MB")
 
+# %% name="how-much-seen"
+gigabytes.reveal(
+    f"{sent / 1e6} MB of each 1 MB",
+    answer="B",
+    A="what each sends once is somebody's term, not yet the sum; the sum has to travel, too",
+    C="an all-reduce does not cost p times the tensor: terms are added up on the way",
+    D="nobody has to do all the adding: each rank can add up its share",
+)
+
 # %% [markdown] minutes=1 core=true
-# B. Four times as many ranks send not even twice as much each. This lesson builds the program behind these
+# Four times as many ranks send not even twice as much each. This lesson builds the program behind these
 # numbers, out of `send` and `recv`.
 
 # %% [markdown] minutes=1 core=true
@@ -227,6 +250,14 @@ print("rank 3 has", both.values[3].tolist())
 # %% [markdown] minutes=1 core=true
 # The chunks have 3, 3, 2 and 2 numbers, as `torch.tensor_split` cuts. Nothing is padded, so ranks send one
 # number more or less, and together 2(p−1)n = 60. Six rounds, so each rank sends six times.
+#
+# Step through it: round by round, with any number of ranks. **Which chunk is the first to be complete, and where?**
+# Then choose the star, and see who is idle. (What you see was recorded from the functions of `rings.py`.)
+
+# %% name="stepper"
+from lessons_lib.widgets import collective_stepper
+
+collective_stepper("ring all-reduce", ranks=4, step=2)
 
 # %% [markdown] minutes=1 core=true
 # ## What flattens, and what does not
@@ -283,11 +314,15 @@ for n_bytes in (4, 10**6, 10**9):
 # cost. (The bandwidth is from the data sheet, the 3 µs are assumed.) A third number, how fast it computes,
 # comes in lesson 03.
 #
-# **Guess:** eight ranks all-reduce one number, then a million. How many times longer do the million take?
-#
-# * A: a million times
-# * B: about as many times as a single message would
-# * C: about 1.4 times
+# Eight ranks all-reduce one number, then a million.
+
+# %% name="time-guess"
+how_long = predict(
+    "How many times longer do the million take?",
+    A="a million times",
+    B="4 times, as a single message would",
+    C="about 1.4 times",
+)
 
 # %% name="time-of-sizes"
 def all_reduce_of(n):
@@ -299,8 +334,16 @@ for n in (1, 1000, 10**6, 10**7):
     time_us[n] = timeline.makespan * 1e6
     print(f"{n:10,} numbers: {time_us[n]:5.1f} µs")
 
+# %% name="time-seen"
+how_long.reveal(
+    time_us[10**6] / time_us[1],
+    answer="C",
+    A="bytes are not all that costs time: a message takes its latency, however small it is",
+    B="a collective is many rounds, and each of them waits for its latency",
+)
+
 # %% [markdown] minutes=2 core=true
-# C. Fourteen rounds of 3 µs are 42 µs, whatever is sent; the million adds 16. The formula has one term for each of
+# Fourteen rounds of 3 µs are 42 µs, whatever is sent; the million adds 16. The formula has one term for each of
 # the two curves above, rounds times latency and bytes over bandwidth:
 
 # %% name="two-terms"
@@ -332,7 +375,11 @@ for name, trace in (("apart", apart), ("at once", at_once)):
 # ## A collective computes
 #
 # What if a collective only *moved* data? Then all ranks would gather all tensors and add them up at home.
-# **Guess:** what would each of eight ranks send?
+
+# %% name="only-moving-guess"
+by_gathering = predict(
+    "What would each of eight ranks send, of 1 MB?", A="1.75 MB, as before", B="7 MB", C="0.875 MB"
+)
 
 # %% name="only-moving"
 def gather_and_add():
@@ -342,10 +389,15 @@ def gather_and_add():
     return sum(everything)
 
 trace = run(gather_and_add, ranks=8).trace
-print(f"each sends {trace.bytes_sent(rank=0) / 1e6:.2f} MB")
+by_gathering.reveal(
+    f"{trace.bytes_sent(rank=0) / 1e6} MB",
+    answer="B",
+    A="a collective does not only move data: an all-reduce adds up on the way, and one sum travels for many terms",
+    C="that is an all-gather of eighths; here what is gathered are eight whole tensors",
+)
 
 # %% [markdown] minutes=1 core=true
-# Answer C from the beginning, and four times an all-reduce. The ring is cheap *because* it adds on the way:
+# Four times an all-reduce. The ring is cheap *because* it adds on the way:
 # many terms travel as one sum.
 #
 # What computes also rounds. Four ranks bring a hundred million, 1, minus a hundred million, and 1, four
@@ -464,18 +516,20 @@ def groups():
     me = torch.tensor([mesh.rank])
     return [mesh[axis].all_gather(me, dim=0).tolist() for axis in ("row", "col")]
 
-# %% [markdown] core=true
-# **Guess:** which ranks does `mesh["row"]` hold, seen from rank 5?
-#
-# * A: 4, 5, 6 and 7, its row
-# * B: 1 and 5
+# %% name="groups-guess"
+whose_row = predict('Which ranks does mesh["row"] hold, seen from rank 5?', A="4, 5, 6, 7: its row", B="1 and 5")
 
 # %% name="groups-of-all"
 for rank, (row, col) in enumerate(run(groups, ranks=8).values):
     print(f'rank {rank}   mesh["row"] {row}   mesh["col"] {col}')
 
+# %% name="groups-seen"
+whose_row.reveal(
+    "see rank 5 above", answer="B", A="the axis is the coordinate that changes, not the one that stays"
+)
+
 # %% [markdown] minutes=1 core=true
-# B. `mesh["row"]` holds the ranks that differ *in the coordinate* row, and in nothing else. Along a row of
+# `mesh["row"]` holds the ranks that differ *in the coordinate* row, and in nothing else. Along a row of
 # the grid runs `mesh["col"]`.
 #
 # A `root` counts within the group: here `root=1` is rank 1 for some, and rank 5 for others.

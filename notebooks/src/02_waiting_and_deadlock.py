@@ -22,13 +22,23 @@ import torch.distributed as dist
 
 from lessons_lib import Mesh, compute, run
 from lessons_lib.errors import DeadlockError, RunError
+from lessons_lib.grading import predict, recap
+
+# %% [markdown] minutes=2 core=true
+# ## Before you begin
+#
+# Three questions about lessons 00 and 01.
+
+# %% name="recap"
+recap("02")
 
 # %% [markdown] minutes=1 core=true
 # ## 1: a rank stays away
 #
 # The ranks have 2, 1, 0 and 3 samples. Why should rank 2 send zeros to anybody?
-#
-# **Guess before you run:** how many of the four ranks stand still?
+
+# %% name="stays-away-guess"
+still = predict("How many of the four ranks stand still?", A="none", B="one, rank 2", C="three", D="all four")
 
 # %% name="stays-away" tags=["raises-exception"]
 def stays_away():
@@ -40,8 +50,17 @@ def stays_away():
 
 run(stays_away, ranks=4)
 
+# %% name="stays-away-seen"
+still.reveal(
+    "3 ranks wait for rank 2",
+    answer="C",
+    A="an all-reduce is no offer: without a term from every rank there is no sum",
+    B="rank 2 is the only one that does not wait: it has left",
+    D="rank 2 does not wait, it has returned",
+)
+
 # %% [markdown] minutes=1 core=true
-# Three. The report says who waits, for whom, in which call, at which line, and where the missing rank is.
+# The report says who waits, for whom, in which call, at which line, and where the missing rank is.
 #
 # **How do you repair it?** Try it above, then click the folded cell below to open it.
 
@@ -71,12 +90,17 @@ run(all_come, ranks=4)
 # Timeout(ms)=600000) ran for 600060 milliseconds before timing out.
 # ```
 #
-# **Guess:** which of these is it?
-#
-# * A: something is wrong with rank 0, which reports first
-# * B: something is wrong with the network, or there would be no time-out
-# * C: neither
-#
+# What is wrong?
+
+# %% name="who-waits-guess"
+at_fault = predict(
+    "Rank 0 reports a time-out. What is wrong?",
+    A="something with rank 0, which reports first",
+    B="something with the network, or there would be no time-out",
+    C="neither",
+)
+
+# %% [markdown] core=true
 # A failed run can be caught, and looked at:
 
 # %% name="who-waits"
@@ -99,8 +123,25 @@ print("bytes sent:", [trace.bytes_sent(rank) for rank in range(4)])
 # %% name="failed-picture"
 failed.run
 
+# %% name="who-waits-seen"
+at_fault.reveal(
+    "rank 2 is missing everywhere, and no byte was sent",
+    answer="C",
+    A="the rank that reports is one that came; the rank at fault says nothing",
+    B="a time-out is rarely the network: nobody sent a byte, so it had no chance to fail",
+)
+
 # %% [markdown] minutes=1 core=true
-# C. The ranks that report are those that *came*. The one to look for is the one that all of them miss, and on
+# Now watch it come about: drag the moment, and see who waits for whom. (Ranks 0, 1 and 3 wait for each other, too, until
+# each has come; rank 2 never does.)
+
+# %% name="who-waits-explorer"
+from lessons_lib.widgets import wait_explorer
+
+wait_explorer(failed)
+
+# %% [markdown] minutes=1 core=true
+# The ranks that report are those that *came*. The one to look for is the one that all of them miss, and on
 # a cluster it says nothing. Nobody sent a byte, so the network had no chance to fail.
 #
 # Here rank 3 will come, but first it saves a checkpoint. Give the run less time than that takes:
@@ -125,11 +166,13 @@ run(slow, ranks=4, timeout_s=0.2)
 #
 # Rank 3 adds up the count first, the others the loss. Four losses of 2 and four counts of 1000.
 #
-# **Guess:** what happens?
-#
-# * A: rank 3 waits for the others, and they for it
-# * B: nothing: a sum is a sum, and each gets both
-# * C: no error, and wrong numbers
+# %% name="crossed-guess"
+in_another_order = predict(
+    "What happens?",
+    A="rank 3 waits for the others, and they for it",
+    B="nothing: a sum is a sum, and each gets both",
+    C="no error, and wrong numbers",
+)
 
 # %% name="crossed"
 def crossed(n_tokens):
@@ -142,10 +185,19 @@ def crossed(n_tokens):
         dist.all_reduce(n_tokens)
     return loss.item(), n_tokens.item()
 
-run(crossed, torch.tensor([1000.0]), ranks=4)
+mixed = run(crossed, torch.tensor([1000.0]), ranks=4)
+mixed
+
+# %% name="crossed-seen"
+in_another_order.reveal(
+    mixed.values,
+    answer="C",
+    A="both are all-reduces of one number: nothing tells them apart, so they meet",
+    B="a call has no name: the first on one rank meets the first on the others",
+)
 
 # %% [markdown] minutes=1 core=true
-# C, and it is worse than hanging. Calls have no names. The *first* call on one rank meets the *first* on the
+# It is worse than hanging. Calls have no names. The *first* call on one rank meets the *first* on the
 # others: 2 + 2 + 2 + 1000 = 1006. The right sums are 8 and 4000, and no rank has either.
 #
 # **Guess:** and if the count is an integer, as counts are?
@@ -471,8 +523,14 @@ def branch(r):
 def shape(r):
     return [dist.all_reduce(torch.ones(3 if r == 3 else 4), async_op=True)]
 
-# %% [markdown] minutes=1 core=true
-# **Guess:** which of them run now?
+# %% name="five-guess"
+rescued = predict(
+    "Which of them run now?",
+    A="all: calls that return at once cannot wait for each other",
+    B="1, 3 and 4, which hung before",
+    C="only 3",
+    D="none",
+)
 
 # %% name="five-runs"
 def begin_then_wait(program):
@@ -486,6 +544,15 @@ for program in (away, order, sends, branch, shape):
     except RunError as error:
         what = str(error).splitlines()[0]
     print(f"{program.__name__:6}  {what}")
+
+# %% name="five-seen"
+rescued.reveal(
+    "see above",
+    answer="C",
+    A="a call that returns at once moves the waiting into wait(); it does not take it away",
+    B="1 and 4 miss a call, and async_op makes no call that is not there",
+    D="in 3 each message has its sender and its receiver: they only waited too early",
+)
 
 # %% [markdown] minutes=1 core=true
 # One of five, and it is the only one whose ranks *agreed*: each message had its sender and its receiver, and

@@ -4,11 +4,6 @@
 # An MLP has two matrices: W1 makes the activations wide, W2 makes them narrow again. They are too large for one
 # GPU, so four GPUs share them: W1 cut by its columns, W2 by its rows. **How many all-reduces does one training
 # step of this MLP need?**
-#
-# * A: four, one behind each matrix, forward and backward
-# * B: two, one forward and one backward
-# * C: one, forward; where forward sent nothing, backward sends nothing
-# * D: none, each rank has its own part of the work
 
 # %% tags=["setup"]
 import torch
@@ -17,6 +12,7 @@ from torch import nn
 from torch.nn.functional import gelu
 
 from lessons_lib import Layout, Mesh, compute, region, run
+from lessons_lib.grading import predict, recap
 from lessons_lib.mesh import copy_sum, sum_copy, sum_sum
 from lessons_lib.views import layout_picture
 
@@ -26,6 +22,19 @@ X, W1, W2 = (torch.randn(*shape, dtype=torch.float64) for shape in ((B, D), (D, 
 
 def error(ours, truth):
     return f"{(ours - truth).norm() / truth.norm():.0e}"
+
+how_many = predict("How many all-reduces does one training step of this MLP need?",
+    A="four, one behind each matrix, forward and backward", B="two, one forward and one backward",
+    C="one, forward; where forward sent nothing, backward sends nothing",
+    D="none, each rank has its own part of the work")
+
+# %% [markdown] minutes=3 core=true
+# ## Before you begin
+#
+# Three questions about earlier lessons.
+
+# %% name="recap"
+recap("08")
 
 # %% [markdown] minutes=2 core=true
 # ## Layouts, in two minutes
@@ -74,11 +83,13 @@ print("error", error(joined, X @ W1), "  bytes sent", columns.trace.bytes_sent(r
 #
 # $$dW_1 = X^T\, dY \qquad\qquad dX = dY\, W_1^T$$
 #
-# **Guess:** forward sent nothing. What must be sent now?
-#
-# * A: nothing
-# * B: the blocks of dW1, which must be added up
-# * C: dX, which must be added up
+# %% name="columns-backward-guess"
+what_travels = predict(
+    "Forward sent nothing. What must be sent now?",
+    A="nothing",
+    B="the blocks of dW1, which must be added up",
+    C="dX, which must be added up",
+)
 
 # %% name="columns-backward"
 dY = torch.randn(B, F, dtype=torch.float64)
@@ -96,8 +107,16 @@ print("dW1, my columns ", error(dw1, (X.T @ dY)[:, : F // 4]))
 print("dX              ", error(dx, dY @ W1.T))
 print("dX, summed      ", error(dx_summed, dY @ W1.T))
 
+# %% name="columns-backward-seen"
+what_travels.reveal(
+    f"dX is right after the sum: error {error(dx_summed, dY @ W1.T)}",
+    answer="C",
+    A="backward may have to send where forward did not: X was a copy, and every copy has its own gradient",
+    B="each block of dW1 is complete: its columns are nobody else's",
+)
+
 # %% [markdown] minutes=2 core=true
-# C. My columns of dW1 need only my columns of dY. But *every* column of Y was made from all of X, so every rank has
+# My columns of dW1 need only my columns of dY. But *every* column of Y was made from all of X, so every rank has
 # a say in dX, and what one rank computes is a **partial sum**: of the right shape, and nowhere near right.
 #
 # **What is copied forward is summed backward.** X was copied to four ranks, without a word, because it was there.
@@ -265,8 +284,17 @@ for event in four.trace.events:
     if event.rank == 0:
         print(f"{event.region:8} {event.kind}, {event.bytes_sent} bytes sent")
 
+# %% name="first-seen"
+how_many.reveal(
+    "one forward, one backward",
+    answer="B",
+    A="between the two matrices nothing is sent: the second takes its input as the first leaves it",
+    C="X was copied to all ranks without a byte, and its gradient comes back as a sum",
+    D="a number of Y needs all of F, and no rank has it",
+)
+
 # %% [markdown] minutes=1 core=true
-# So the answer to the first question is B: one all-reduce forward, one backward, whatever the width F.
+# One all-reduce forward, one backward, whatever the width F.
 #
 # Both are of the size of X. The wide H is never sent, and never whole on any rank.
 
