@@ -32,9 +32,9 @@ test: .venv/tests ## set up and run the tests
 	$(PY) -m pytest
 
 .PHONY: check
-check: lint types layers lessons slow oracles browser ## everything else: lint, types, layers, lessons, slow tests
+check: lint types layers lessons exercises slow oracles browser ## everything else: lint, types, layers, lessons, exercises, slow tests
 
-.PHONY: lint types layers lessons slow oracles browser
+.PHONY: lint types layers lessons exercises slow oracles browser
 lint: .venv/tests ## the code is clean (ruff)
 	$(PY) -m ruff check .
 types: .venv/tests ## the types are right (mypy)
@@ -43,6 +43,9 @@ layers: .venv/tests ## a module imports only from the layers below it (import-li
 	.venv/bin/lint-imports --no-logo --no-cache
 lessons: .venv/tests ## no lesson is stale; every cell runs, and every section alone
 	$(PY) notebooks/build.py --check
+exercises: .venv/tests ## solved, each gives all its points, unsolved none; nothing leaks; no orphan in the course's data
+	$(PY) exercises/build.py --check
+	$(PY) notebooks/tables.py --check
 slow: .venv/tests ## tests that start processes for seconds
 	$(PY) -m pytest -m slow tests
 oracles: .venv/tests ## what torch builds on ranks gives the serial gradients (the alarm for a torch upgrade)
@@ -51,8 +54,10 @@ browser: .venv/tests ## every lesson runs in a real JupyterLab, without an error
 	$(PY) -m pytest -m browser tests/browser
 
 .PHONY: notebooks
-notebooks: .venv/tests ## execute the stale lessons anew (all: make notebooks BUILD=--force)
+notebooks: .venv/tests ## execute the stale lessons anew (all: make notebooks BUILD=--force); exercises and tables, too
 	$(PY) notebooks/build.py $(BUILD)
+	$(PY) exercises/build.py
+	$(PY) notebooks/tables.py
 
 .PHONY: bench
 bench: .venv/tests ## measure how long a launch takes
@@ -77,4 +82,5 @@ bench: .venv/tests ## measure how long a launch takes
 .venv/tests: tests/requirements.txt .venv/course
 	@echo "Installing what tests and checks need ..."
 	@$(PY) -m pip install --quiet -r tests/requirements.txt
+	@$(PY) -m jupyterlab.labextensions disable @jupyter/nbgrader --level=sys_prefix 2>/dev/null  # its menus
 	@touch $@

@@ -21,7 +21,11 @@ def test_the_code_prints_what_stands_below_it():
     assert (done.stdout, done.stderr) == (output, "")
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+EXERCISES = ["exercises/README.md", "exercises/AGENTS.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "TEACHING.md", *EXERCISES]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_sections(page):
     text = (ROOT / page).read_text()
     headings = {
@@ -33,16 +37,20 @@ def test_links_lead_to_files_and_sections(page):
         if target.startswith("#"):
             assert target[1:] in headings, target
         elif not target.startswith("http"):
-            assert (ROOT / target.split("#")[0]).exists(), target
+            assert ((ROOT / page).parent / target.split("#")[0]).exists(), target
 
 
 def test_the_map_names_every_lesson_with_its_minutes():
-    rows = dict(re.findall(r"\(notebooks/(\w+)\.ipynb\) \| (\d+) \|", README))
-    lessons = {path.stem: read(path) for path in sorted((ROOT / "notebooks" / "src").glob("*.py"))}
-    assert list(rows) == list(lessons)
-    for name, lesson in lessons.items():
-        minutes = sum(cell.metadata.get("minutes", 0) for cell in lesson.cells)
-        assert int(rows[name]) == minutes, f"{name} takes {minutes} minutes"
+    row = r"^\| (\d\d) \| .*\(notebooks/(\w+)\.ipynb\).* \| (\d+) \| (\d+) \|"
+    rows = re.findall(row, README, re.MULTILINE)
+    lessons = sorted(path.stem for path in (ROOT / "notebooks" / "src").glob("*.py"))
+    assert [(name[:2], name) for name in lessons] == [row[:2] for row in rows]
+    for _, name, core, everything in rows:
+        sources = [ROOT / kind / "src" / f"{name}.py" for kind in ("notebooks", "exercises")]
+        cells = [cell for source in sources if source.exists() for cell in read(source).cells]
+        minutes = [(cell.metadata.get("minutes", 0), bool(cell.metadata.get("core"))) for cell in cells]
+        assert int(core) == sum(n for n, is_core in minutes if is_core), name
+        assert int(everything) == sum(n for n, _ in minutes), name
 
 
 def test_the_tree_names_what_is_there():

@@ -1,0 +1,430 @@
+"""The exercises: what is built, what must not leak, and what nbgrader makes of it.
+
+Every wrong exercise below must be named. `exercises/build.py --check` runs all of them, solved and unsolved;
+here nbgrader itself grades a class of students.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+import torch.distributed as dist
+from nbgrader.utils import determine_grade, is_grade, is_solution
+
+from exercises.build import (
+    FOLDER,
+    instructor,
+    leaks,
+    main,
+    student,
+    too_long,
+    wrong_as_run,
+    wrong_as_saved,
+    wrong_as_written,
+)
+from lessons_lib import run
+from lessons_lib.grading import check
+from lessons_lib.grading.catalogue import EXERCISES
+from notebooks.tooling.source import notebook_path, sources
+
+SOURCES = sources(FOLDER)
+each_source = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+
+SOUND = '''\
+# %% [markdown] minutes=1 core=true
+# # Exercise: a relay
+
+# %% tags=["setup"]
+import torch
+import torch.distributed as dist
+
+# %% nbgrader={"grade_id": "relay"}
+def relay(x):
+    """Return the sum of the numbers of ranks 0 to this one. ``x`` is this rank's, a tensor of one element.
+
+    A number goes from rank to rank, and each adds its own: one message from every rank to the next.
+    """
+    ### BEGIN SOLUTION
+    if dist.get_rank() > 0:
+        before = torch.empty_like(x)
+        dist.recv(before, src=dist.get_rank() - 1)
+        x = before + x
+    if dist.get_rank() + 1 < dist.get_world_size():
+        dist.send(x, dst=dist.get_rank() + 1)
+    return x
+    ### END SOLUTION
+
+# %% nbgrader={"grade_id": "00-relay", "grade": true}
+from lessons_lib.grading import check
+
+reports = [check("00-relay", relay)]
+# 1 hidden checks will run later.
+### BEGIN HIDDEN TESTS
+if reports[0].passed:
+    reports.append(check("00-relay", relay, seed=77))
+### END HIDDEN TESTS
+display(*reports)
+min(report.points for report in reports)
+'''
+
+
+def sound(tmp_path: Path, before: str = "", after: str = "") -> nbformat.NotebookNode:
+    """The instructor's version of the sound exercise, in which ``before`` became ``after``."""
+    assert before in SOUND
+    (tmp_path / "src").mkdir()
+    source = tmp_path / "src" / "00_sound.py"
+    source.write_text(SOUND.replace(before, after))
+    return instructor(source)
+
+
+@each_source
+def test_an_exercise_is_sound_and_its_notebook_up_to_date(source: Path) -> None:
+    with_solutions = instructor(source)
+    without = student(with_solutions)
+    assert list(wrong_as_written(with_solutions)) == list(too_long(without)) == []
+    assert list(wrong_as_saved(without, notebook_path(source))) == []
+    assert list(leaks(with_solutions, without)) == []
+
+
+@each_source
+def test_a_submission_has_its_fixed_form(source: Path) -> None:
+    notebook = json.loads(notebook_path(source).read_text())
+    about = notebook["metadata"]["lessons"]
+    assert about["exercise"] == source.stem and about["version"].count(".") == 2
+    found = {cell["id"]: cell["metadata"].get("nbgrader") for cell in notebook["cells"]}
+    marks = {id: mark for id, mark in found.items() if mark}
+    graded = {id: mark for id, mark in marks.items() if mark["grade"]}
+    assert about["functions"] == {id: EXERCISES[id].names for id in graded}
+    for id, mark in marks.items():
+        assert (mark["grade_id"], mark["schema_version"], mark["solution"]) == (id, 3, not mark["grade"])
+        assert mark.get("points") == (EXERCISES[id].points if mark["grade"] else None)
+        assert mark["locked"] == mark["grade"] and len(mark["checksum"]) == 32
+    text = "".join("".join(cell["source"]) for cell in notebook["cells"])
+    assert text.count("hidden checks will run later") == len(graded)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook["cells"])
+
+
+def test_every_exercise_of_the_engine_has_a_notebook() -> None:
+    graded = [cell.id for source in SOURCES for cell in instructor(source).cells if is_grade(cell)]
+    assert sorted(graded) == sorted(EXERCISES)
+
+
+def solved(name: str) -> tuple[str, dict[str, Any]]:
+    """What an exercise says, and the names that its cells define, solved."""
+    notebook = instructor(FOLDER / "src" / f"{name}.py")
+    names: dict[str, Any] = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and not is_grade(cell):
+            exec(compile(cell.source, f"<cell {cell.id}>", "exec"), names)
+    text = " ".join(cell.source.replace("*", "") for cell in notebook.cells if cell.cell_type == "markdown")
+    return " ".join(text.split()), names
+
+
+def test_the_numbers_in_the_text_of_00() -> None:
+    text, names = solved("00_start_here")
+    relay = names["relay"]
+    passed = run(lambda: relay(torch.tensor([dist.get_rank() + 1.0])).item(), ranks=4)
+    assert "the values should be 1, 3, 6 and 10, and three arrows lead downwards" in text
+    assert passed.values == [1, 3, 6, 10]
+    assert [(event.rank, event.peer) for event in passed.trace.events if event.kind == "send"] == [
+        (0, 1), (1, 2), (2, 3)
+    ]  # fmt: skip
+
+
+def test_the_numbers_in_the_text_of_01() -> None:
+    text, names = solved("01_collectives")
+    assert "eleven numbers on four ranks: 3, 3, 3 and 2" in text and "Every digit should be 1" in text
+    chunks = [chunk.tolist() for chunk in run(names["try_reduce_scatter"], ranks=4).values]
+    assert chunks == [[1111] * 3] * 3 + [[1111] * 2]
+    assert "each rank should have 0 0 0 1 1 1 2 2 2 3 3" in text
+    gathered = [whole.tolist() for whole in run(names["try_all_gather"], ranks=4).values]
+    assert gathered == [[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]] * 4
+    assert all(torch.equal(*both) for both in run(names["try_all_reduce"], ranks=4).values)
+    assert "rank 2 of eight has a 42" in text
+    assert [int(value) for value in run(names["try_broadcast"], ranks=8).values] == [42] * 8
+
+
+def test_the_numbers_in_the_text_of_02() -> None:
+    text, names = solved("02_waiting_and_deadlock")
+    assert "it returns 6 on every rank" in text and "it returns 8 and 4000 on every rank" in text
+    assert [int(value) for value in run(names["try_1"], ranks=4).values] == [6] * 4
+    totals, from_the_left = names["totals"], names["from_the_left"]
+    both = run(lambda: [float(x) for x in totals(torch.tensor([2.0]), torch.tensor([1000.0]))], ranks=4)
+    assert both.values == [[8, 4000]] * 4
+    assert "it returns 4, 0, 1, 2, 3" in text
+    assert run(lambda: int(from_the_left(torch.tensor([dist.get_rank()]))), ranks=5).values == [4, 0, 1, 2, 3]
+    assert "it returns 5 on every rank: the squares of 3 and 4 are 9 and 16" in text
+    assert [float(value) for value in run(names["try_4"], ranks=4).values] == [5] * 4
+    assert "it returns 21 / 15 = 1.4 on every rank" in text
+    assert [float(value) for value in run(names["try_5"], ranks=4).values] == pytest.approx([1.4] * 4)
+
+
+@pytest.mark.parametrize("id", [id for id in EXERCISES if id.startswith("02")])
+def test_which_of_the_five_stop_and_which_is_wrong(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LESSONS_PROGRESS", "off")
+    text, _ = solved("02_waiting_and_deadlock")
+    assert "Four of them stop, one gives wrong numbers" in text
+    assert "The one that gave wrong numbers was the second" in text
+    (broken,) = EXERCISES[id].broken
+    values, *_, ending = check(id, broken, seed=5).lines
+    assert not values.passed
+    assert ending.measured.startswith("0 of" if id != "02-repair-2" else "3 of 3"), ending
+
+
+def test_the_numbers_in_the_text_of_08() -> None:
+    text, names = solved("08_tensor_parallel_1d")
+    assert "f gives 1, and backward 4; g gives 4, and backward 1" in text
+    assert run(names["try_pair"], names["copy_sum"], ranks=4).values == [(1, 4)] * 4
+    assert run(names["try_pair"], names["sum_copy"], ranks=4).values == [(4, 1)] * 4
+    assert "every number of Y is 1 on any number of ranks" in text
+    for ranks in (1, 2, 4):
+        assert [y.tolist() for y in run(names["try_bias"], ranks, ranks=ranks).values] == [[[1] * 3]] * ranks
+    assert "one upright line through all lanes, for the one sum forward" in text
+    tried = run(names["try_mlp"], ranks=4)
+    assert [event.kind for event in tried.trace.events if event.rank == 0] == ["all_reduce"]
+    assert all(float(error) < 1e-12 for error in tried.values)
+    assert "Five of the seven communicate" in text
+
+
+@pytest.mark.parametrize(
+    "before, after, complaint",
+    [
+        (
+            '"00-relay", "grade"',
+            '"00-reley", "grade"',
+            "cell 00-reley: the grading engine has no exercise of this id",
+        ),
+        ("def relay(x)", "def my_relay(x)", "00-relay asks for relay, which no solution cell defines"),
+        ("def relay(x)", "def relay(x, n)", "00-relay asks for relay(x)"),
+        ("Return the sum", "Return a sum", "00-relay: relay has another docstring in the exercise:"),
+        ("# 1 hidden", "# 5 hidden", "cell 00-relay: does not say # 1 hidden checks"),
+        ('[check("00-relay", relay)]', '[check("00-relay", print)]', 'does not say check("00-relay", relay)'),
+    ],
+)
+def test_what_is_wrong_as_written_is_named(tmp_path: Path, before: str, after: str, complaint: str) -> None:
+    wrong = list(wrong_as_written(sound(tmp_path, before, after)))
+    assert any(complaint in sentence for sentence in wrong), wrong
+
+
+def test_a_program_to_repair_is_given_as_the_exercise_has_it(tmp_path: Path) -> None:
+    source = next(path for path in SOURCES if path.name.startswith("02"))
+    changed = tmp_path / source.name
+    changed.write_text(source.read_text().replace("    if n_samples > 0:\n", "    if n_samples > 1:\n", 1))
+    assert list(wrong_as_written(instructor(changed))) == [
+        "02-repair-1: no cell gives sum_of_gradients to repair as the exercise has it"
+    ]
+
+
+def test_a_solution_cell_without_end_is_no_release(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no end solution statement found"):
+        student(sound(tmp_path, "    ### END SOLUTION\n", ""))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = before + x",
+        'reports.append(check("00-relay", relay, seed=77))',
+        "> **Instructor's copy: it holds solutions and hidden checks. Do not hand it out.**",
+        "### BEGIN SOLUTION",
+        "### END HIDDEN TESTS",
+    ],
+)
+@pytest.mark.parametrize("where", ["a cell", "a cell's metadata", "the notebook's metadata", "an output"])
+def test_a_leak_is_found_wherever_it_is(tmp_path: Path, line: str, where: str) -> None:
+    with_solutions = sound(tmp_path)
+    without = student(with_solutions)
+    assert list(leaks(with_solutions, without)) == []
+    if where == "a cell":
+        without.cells[0].source += f"\n{line}"
+    elif where == "a cell's metadata":
+        without.cells[1].metadata["original"] = [{line: 1}]
+    elif where == "the notebook's metadata":
+        without.metadata["kept"] = {"of": f"    {line}\n"}
+    else:
+        without.cells[1].outputs = [nbformat.v4.new_output("stream", text=line)]
+    assert any(sentence.startswith("leak: ") for sentence in leaks(with_solutions, without))
+
+
+def test_a_stale_notebook_is_named(tmp_path: Path) -> None:
+    without = student(sound(tmp_path))
+    path = tmp_path / "00_sound.ipynb"
+    (missing,) = wrong_as_saved(without, path)
+    assert missing == "stale: 00_sound.ipynb is not what its source says; run python exercises/build.py"
+    nbformat.write(without, path)
+    assert list(wrong_as_saved(without, path)) == []
+    without.cells[0].source += "!"
+    assert list(wrong_as_saved(without, path)) == [missing]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sound(tmp_path)
+    assert main([], tmp_path) == 0
+    assert "00_sound: built" in capsys.readouterr().out
+    assert "x = before + x" not in (tmp_path / "00_sound.ipynb").read_text()
+    assert main(["--instructor", str(tmp_path / "course")], tmp_path) == 0
+    copied = tmp_path / "course" / "source" / "00_sound" / "00_sound.ipynb"
+    assert "x = before + x" in copied.read_text() and "Do not hand it out" in copied.read_text()
+    with pytest.raises(SystemExit):
+        main(["17"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "before, after, solved, complaint",
+    [
+        ("", "", True, ""),
+        ("", "", False, ""),
+        ("x = before + x", "x = x", True, "solved, 00-relay gives 0 of 10 points"),
+        ("reports = [", "1 / 0\nreports = [", True, "cell 00-relay raised ZeroDivisionError"),
+        ("min(report.points for report in reports)", "", False, "unsolved, 00-relay gives 10 of 10 points"),
+    ],
+)
+def test_what_is_wrong_as_run_is_named(
+    tmp_path: Path, before: str, after: str, solved: bool, complaint: str
+) -> None:
+    notebook = sound(tmp_path, before, after)
+    wrong = list(wrong_as_run(notebook if solved else student(notebook), solved))
+    assert any(complaint in sentence for sentence in wrong) if complaint else wrong == []
+
+
+# ---- a class, graded by nbgrader ----
+
+NAME = "01_collectives"
+CELL_LIMIT_S = 15
+STUDENTS = {  # name: what stands in a cell instead, or behind the solution (None: the stub in its place)
+    "solved": {},
+    "unsolved": {
+        "ring-reduce-scatter": None,
+        "ring-all-gather": None,
+        "ring-all-reduce": None,
+        "tree-broadcast": None,
+    },
+    "half": {
+        "ring-reduce-scatter": """
+def ring_reduce_scatter(x, ring):
+    return ring.all_reduce(x).tensor_split(ring.size)[ring.rank]  # the right numbers, the wrong way
+""",
+        "ring-all-reduce": """
+import sys, warnings
+def ring_all_reduce(x, ring):
+    print("noise", file=sys.stderr)
+    warnings.warn("noise")
+    return ring_all_gather(to_scatter(x, ring), ring, len(x))
+def to_scatter(x, ring):
+    chunks = [chunk.clone() for chunk in x.tensor_split(ring.size)]
+    for step in range(1, ring.size):
+        outgoing = (ring.rank - step) % ring.size
+        chunks[outgoing - 1] += to_the_right(chunks[outgoing], chunks[outgoing - 1], ring)
+    return chunks[ring.rank]
+""",
+        "tree-broadcast": "def tree_broadcast(:",
+    },
+    "hanging": {
+        "ring-reduce-scatter": """
+def ring_reduce_scatter(x, ring):
+    while True:
+        pass
+""",
+        "try-reduce-scatter": "while True:\n    pass",
+        "tree-broadcast": """
+import os
+def tree_broadcast(x, tree, root):
+    os._exit(1)
+""",
+        "try-broadcast": "'this would end the kernel, and with it nbgrader'",
+    },
+    "cheating": {"ring-reduce-scatter": None, "01-reduce-scatter": "10.0"},
+}
+
+
+def nbgrader(*command: str, course: Path) -> str:
+    """Run nbgrader in ``course``, and return what it says."""
+    words = [sys.executable, "-m", "nbgrader", *command]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # it calls alembic
+    done = subprocess.run(words, cwd=course, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A course whose students have handed in, made as exercises/README.md says."""
+    course = tmp_path_factory.mktemp("course")
+    assert main(["--instructor", str(course)]) == 0
+    settings = course / "nbgrader_config.py"
+    assert "c.Execute.timeout = 120\n" in settings.read_text()
+    settings.write_text(settings.read_text().replace("timeout = 120", f"timeout = {CELL_LIMIT_S}"))
+    for source in SOURCES:
+        nbgrader("generate_assignment", source.stem, course=course)
+
+    solutions = {cell.id: cell.source for cell in instructor(FOLDER / "src" / f"{NAME}.py").cells}
+    for name, answers in STUDENTS.items():
+        notebook = nbformat.read(FOLDER / f"{NAME}.ipynb", as_version=4)
+        for cell in notebook.cells:
+            answer = answers.get(cell.id, "")
+            if is_solution(cell):
+                cell.source = cell.source if answer is None else f"{solutions[cell.id]}\n{answer}"
+            elif answer:
+                cell.source = answer
+        path = course / "submitted" / name / NAME / f"{NAME}.ipynb"
+        path.parent.mkdir(parents=True)
+        nbformat.write(notebook, path)
+    nbgrader("autograde", NAME, course=course)
+    return course
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_nbgrader_releases_what_lies_in_exercises(course: Path) -> None:
+    for source in SOURCES:
+        released = nbformat.read(course / "release" / source.stem / f"{source.stem}.ipynb", as_version=4)
+        assert released.cells == nbformat.read(notebook_path(source), as_version=4).cells
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_nbgrader_validates_the_instructors_copy(course: Path) -> None:
+    says = nbgrader("validate", f"source/{NAME}/{NAME}.ipynb", course=course)
+    assert "Success! Your notebook passes all the tests." in says
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "name, points",
+    [
+        ("solved", [10, 10, 10, 10]),
+        ("unsolved", [0, 0, 0, 0]),
+        ("half", [7, 10, 10, 0]),  # a collective: right numbers, but not the traffic; noise costs nothing
+        ("hanging", [0, 10, 0, 0]),  # its all-reduce uses what hangs
+        ("cheating", [0, 0, 0, 10]),  # the graded cell is put back; the next two need what the first defines
+    ],
+)
+def test_nbgrader_gives_the_points_and_grades_what_comes_after(
+    course: Path, name: str, points: list[float]
+) -> None:
+    notebook = nbformat.read(course / "autograded" / name / NAME / f"{NAME}.ipynb", as_version=4)
+    graded = [cell for cell in notebook.cells if is_grade(cell)]
+    assert [cell.metadata.nbgrader.grade_id for cell in graded] == [
+        "01-reduce-scatter", "01-all-gather", "01-all-reduce", "01-broadcast"
+    ]  # fmt: skip
+    assert [determine_grade(cell) for cell in graded] == [(given, 10) for given in points]
+    for cell in graded:
+        assert "seed=" in cell.source
+        kinds = [output.output_type for output in cell.outputs]
+        if determine_grade(cell) == (10, 10):
+            assert kinds.count("display_data") == 3  # the hidden checks ran, too
+        elif "error" not in kinds:
+            assert kinds.count("display_data") == 1
+    if name == "hanging":
+        (table,) = [output for output in graded[0].outputs if output.output_type == "display_data"]
+        assert "did not end within 5 s and was stopped" in table.data["text/plain"]
