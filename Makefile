@@ -61,7 +61,7 @@ notebooks: .venv/tests ## execute the stale lessons anew (all: make notebooks BU
 
 .PHONY: bench
 bench: .venv/tests ## measure how long a launch takes
-	$(PY) tests/bench.py
+	$(PY) -m tests.bench
 
 # ---- the environment, made once and again when its list changes
 

@@ -68,7 +68,9 @@ CASES = [(name, sizes) for name, scheme in ALL.items() for sizes in MESHES[schem
 SHAPES = [(72, 36, 144), (144, 36, 72), (36, 144, 72)]  # each of X, W and Y is the largest once
 
 
-@pytest.mark.parametrize("B, D, F", SHAPES)
+@pytest.mark.parametrize(
+    "B, D, F", [SHAPES[0], *(pytest.param(*s, marks=pytest.mark.slow) for s in SHAPES[1:])]
+)
 @pytest.mark.parametrize("name, sizes", CASES)
 def test_memory_is_the_formula_s(name, sizes, B, D, F):
     scheme = ALL[name]
