@@ -23,8 +23,9 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.optim import Optimizer
 
+from lessons_lib.data_parallel import Zero
+from lessons_lib.data_parallel.unit import Stretch
 from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout
 from lessons_lib.mesh import Mesh
@@ -66,7 +69,23 @@ class Piece(NamedTuple):
     layout: Layout
 
 
-State = Mapping[str, Piece]
+class Part(NamedTuple):
+    """A rectangle of a block, and where in the block it begins."""
+
+    block: Tensor
+    start: tuple[int, ...]
+
+
+class Parts(NamedTuple):
+    """What this rank has of a block that it shares with others: any number of rectangles, or none."""
+
+    parts: tuple[Part, ...]
+    shape: tuple[int, ...]  # of the block
+    dtype: torch.dtype
+    layout: Layout
+
+
+State = Mapping[str, Piece | Parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +104,7 @@ class Checkpoint:
 # ---- what is saved ----
 
 
-def pieces(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Piece]:
+def pieces(model: nn.Module, optimizer: Optimizer | Zero | None = None) -> dict[str, Piece | Parts]:
     """Name the parameters of ``model``, serial or a rank's part, and the moments of ``optimizer``.
 
     >>> model = nn.Linear(3, 2)
@@ -96,9 +115,16 @@ def pieces(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Pi
     Shapes are the serial model's, whatever the plan: the block of a tensor-parallel weight, which lies as a
     piece of W [D, F], is shown transposed, as ``nn.Linear`` has it. An optimizer that has done no step has no
     moments yet; it is given those of a step by a gradient of 0, which changes no parameter.
+
+    ZeRO shares out flat vectors. A stretch of one is up to three rectangles of a matrix, and is saved as
+    those: the files are the same, whatever the stage and the number of ranks, and padding is in none.
     """
     layouts = _parameter_layouts(model)
-    state = {f"model.{name}": _piece(name, p, layouts) for name, p in model.named_parameters()}
+    if isinstance(optimizer, Zero):
+        return _pieces_of_zero(model, optimizer, layouts)
+    state: dict[str, Piece | Parts] = {
+        f"model.{name}": _piece(name, p, layouts) for name, p in model.named_parameters()
+    }
     if optimizer is None:
         return state
     _make_moments(optimizer)
@@ -129,6 +155,59 @@ def _piece(name: str, tensor: Tensor, layouts: Mapping[str, Layout]) -> Piece:
         flipped = zip(reversed(layout.dims), reversed(layout.cuts), strict=True)
         return Piece(block.T, Layout.of(dict(flipped)))
     return Piece(block, layout)
+
+
+def _pieces_of_zero(model: nn.Module, zero: Zero, layouts: Mapping[str, Layout]) -> dict[str, Piece | Parts]:
+    for unit in zero.units:
+        _make_moments(unit.optimizer)
+    shared = zero.state()
+    state: dict[str, Piece | Parts] = {
+        f"model.{name}": _piece(name, p, layouts)
+        for name, p in model.named_parameters()
+        if f"model.{name}" not in shared  # it is not trained
+    }
+    for name, part in shared.items():
+        state[name] = _parts(part, layouts) if isinstance(part, Stretch) else Piece(part, whole(part))
+    return state
+
+
+def _parts(stretch: Stretch, layouts: Mapping[str, Layout]) -> Parts:
+    name, tensor, first, shape = stretch
+    _, layout = _piece(name, torch.empty(shape, device="meta"), layouts)
+    turned = -1 if name in layouts and name.endswith("weight") else 1  # as _piece does
+    found, at = [], 0
+    for start, sizes in rectangles(shape, first, first + len(tensor)):
+        block = tensor[at : at + prod(sizes)].view(sizes)
+        found.append(Part(block.T if turned < 0 else block, start[::turned]))
+        at += prod(sizes)
+    return Parts(tuple(found), tuple(shape[::turned]), tensor.dtype, layout)
+
+
+def rectangles(
+    shape: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Where elements ``first`` to ``last`` of a flattened tensor lie: start and sizes of rectangles.
+
+    >>> list(rectangles((4, 5), 3, 17))                # the rest of a row, whole rows, and the begin of one
+    [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
+    >>> list(rectangles((4, 5), 6, 8))
+    [((1, 1), (1, 2))]
+    """
+    row = prod(shape[1:])
+    while first < last:
+        if len(shape) < 2:
+            yield (first,) * len(shape), (last - first,) * len(shape)
+            return
+        at, inside = divmod(first, row)
+        n_rows = (last - first) // row
+        if inside == 0 and n_rows:
+            yield (at, *(0,) * len(shape[1:])), (n_rows, *shape[1:])
+            first += n_rows * row
+        else:
+            until = min(last, (at + 1) * row)
+            for start, sizes in rectangles(shape[1:], inside, until - at * row):
+                yield (at, *start), (1, *sizes)
+            first = until
 
 
 def _parameter_layouts(model: nn.Module) -> dict[str, Layout]:
@@ -201,7 +280,7 @@ def save(
         writing.mkdir()
         _make_durable(folder.parent)
     dist.barrier()  # nothing is left of a save that was broken off
-    tensors = {name: piece.block for name, piece in state.items()}
+    tensors = dict.fromkeys(state, torch.empty(0))  # whose data the planner looks up
     try:
         index = state_dict_saver.save(tensors, storage_writer=FileSystemWriter(writing), planner=planner)
     except CheckpointException as error:
@@ -234,16 +313,13 @@ def save(
 
 
 class _Save(DefaultSavePlanner):
-    """Tells torch which part of the whole each block is."""
+    """Tells torch which parts of the whole this rank has."""
 
     def __init__(self, state: State, mesh: Mesh) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = state
-        self._chunks = {name: _chunk(name, piece, mesh) for name, piece in state.items()}
-        self._shapes = {
-            name: torch.Size(piece.layout.global_shape(piece.block.shape, mesh.sizes))
-            for name, piece in state.items()
-        }
+        self._pieces = {name: _as_parts(piece) for name, piece in state.items()}
+        self._blocks = _blocks(state, mesh)
+        self._shapes = _shapes(state, mesh)
 
     def description(self, name: str) -> dict[str, Any]:
         layout = str(self._pieces[name].layout)
@@ -253,33 +329,59 @@ class _Save(DefaultSavePlanner):
         self.plan = SavePlan(
             [
                 WriteItem(
-                    index=MetadataIndex(name, chunk.offsets),
+                    index=MetadataIndex(name, offsets),
                     type=WriteItemType.SHARD,
                     tensor_data=TensorWriteData(
-                        chunk=chunk,
-                        properties=TensorProperties.create_from_tensor(self._pieces[name].block),
+                        chunk=ChunkStorageMetadata(offsets=offsets, sizes=block.shape),
+                        properties=TensorProperties.create_from_tensor(block),
                         size=self._shapes[name],
                     ),
                 )
-                for name, chunk in self._chunks.items()
+                for (name, offsets), block in self._blocks.items()
             ]
         )
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[index.fqn].block
+        assert index.offset is not None
+        return self._blocks[index.fqn, index.offset]
 
 
-def _chunk(name: str, piece: Piece, mesh: Mesh) -> ChunkStorageMetadata:
+def _as_parts(piece: Piece | Parts) -> Parts:
+    if isinstance(piece, Parts):
+        return piece
     block, layout = piece
+    return Parts((Part(block, (0,) * block.ndim),), tuple(block.shape), block.dtype, layout)
+
+
+def _shapes(state: State, mesh: Mesh) -> dict[str, torch.Size]:
+    """Of the whole tensors."""
+    parts = {name: _as_parts(piece) for name, piece in state.items()}
+    return {name: torch.Size(p.layout.global_shape(p.shape, mesh.sizes)) for name, p in parts.items()}
+
+
+def _blocks(state: State, mesh: Mesh) -> dict[tuple[str, torch.Size], Tensor]:
+    """What this rank has, by name and by where in the whole tensor it begins."""
+    found: dict[tuple[str, torch.Size], Tensor] = {}
+    for name, piece in state.items():
+        parts = _as_parts(piece)
+        begin = _begin(name, parts, mesh)
+        for block, start in parts.parts:
+            found[name, torch.Size(map(sum, zip(begin, start, strict=True)))] = block
+    return found
+
+
+def _begin(name: str, piece: Parts, mesh: Mesh) -> torch.Size:
+    """Where in the whole tensor this rank's block begins."""
+    layout = piece.layout
     try:
         if layout.partial:
             raise RefusedError(f"{layout!r} is a partial sum; a checkpoint holds what has been added up.")
-        shape = layout.global_shape(block.shape, mesh.sizes)
+        shape = layout.global_shape(piece.shape, mesh.sizes)
         slices = layout.slices(shape, mesh.sizes, mesh.coordinate)
     except RefusedError as refusal:
         raise RefusedError(f"{name}: {refusal}") from None
-    return ChunkStorageMetadata(offsets=torch.Size(cut.start for cut in slices), sizes=block.shape)
+    return torch.Size(cut.start for cut in slices)
 
 
 def _refuse_saved(place: Path) -> None:
@@ -325,41 +427,39 @@ def load(state: State, checkpoint: Checkpoint, mesh: Mesh) -> None:
     Raises RefusedError, before a block is changed, if names, shapes or dtypes are not those saved, or if
     ranks were given different checkpoints.
     """
-    chunks = {name: _chunk(name, piece, mesh) for name, piece in state.items()}
+    blocks, shapes = _blocks(state, mesh), _shapes(state, mesh)
     check(
-        {
-            name: (piece.layout.global_shape(piece.block.shape, mesh.sizes), _dtype(piece))
-            for name, piece in state.items()
-        },
-        checkpoint,
+        {name: (tuple(shapes[name]), _dtype(_as_parts(piece))) for name, piece in state.items()}, checkpoint
     )
     opened: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(opened, (checkpoint.step, checkpoint.save_id))
     if len(set(opened)) > 1:
         steps = ", ".join(f"rank {rank}: step {step}" for rank, (step, _) in enumerate(opened))
         raise RefusedError(f"ranks open different checkpoints ({steps}): do all hosts see one folder?")
-    tensors = {name: piece.block for name, piece in state.items()}
+    tensors = dict.fromkeys(state, torch.empty(0))  # whose memory the planner looks up
     reader = FileSystemReader(checkpoint.path)
-    state_dict_loader.load(tensors, storage_reader=reader, planner=_Load(chunks))
+    state_dict_loader.load(tensors, storage_reader=reader, planner=_Load(blocks))
 
 
 class _Load(DefaultLoadPlanner):
-    """Tells torch which part of the whole each block wants."""
+    """Tells torch which parts of the whole this rank wants."""
 
-    def __init__(self, chunks: Mapping[str, ChunkStorageMetadata]) -> None:
+    def __init__(self, blocks: Mapping[tuple[str, torch.Size], Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks = chunks
+        self._blocks = blocks
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None  # set_up_planner has been called
         saved = self.metadata.state_dict_metadata
         items: list[ReadItem] = []
-        for name, chunk in self._chunks.items():
+        for (name, offsets), block in self._blocks.items():
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=block.shape)
             items += create_read_items_for_chunk_list(name, saved[name], [chunk])  # type: ignore[arg-type]
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn]
+        assert index.offset is not None
+        return self._blocks[index.fqn, index.offset]
 
 
 def check(wanted: Mapping[str, tuple[tuple[int, ...], str]], checkpoint: Checkpoint) -> None:
@@ -466,8 +566,8 @@ def _make_durable(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _dtype(piece: Piece) -> str:
-    return str(piece.block.dtype).removeprefix("torch.")
+def _dtype(piece: Parts) -> str:
+    return str(piece.dtype).removeprefix("torch.")
 
 
 def _sized(tensor: tuple[tuple[int, ...], str]) -> str:

@@ -24,7 +24,12 @@ from lessons_lib.layout import Layout
 from lessons_lib.mesh import Mesh
 from lessons_lib.models.gpt import Attention
 from lessons_lib.tensor_parallel import SCHEMES, Scheme, TensorParallelLinear
-from lessons_lib.tensor_parallel.linear import check_sizes, shard_parameter, unshard_parameter
+from lessons_lib.tensor_parallel.linear import (
+    check_sizes,
+    parameter_layouts,
+    shard_parameter,
+    unshard_parameter,
+)
 
 Plan = Mapping[str, str | Scheme]
 
@@ -157,6 +162,27 @@ def serial_gradients(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return unshard_state(model, gradients, mesh)
+
+
+def n_copies(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
+    """On how many ranks, of those along the axes of ``sizes``, each parameter's numbers lie.
+
+    What a norm over all ranks has to know, which counts a number once.
+
+    >>> from lessons_lib import run
+    >>> def step():
+    ...     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6))
+    ...     return n_copies(parallelize(model, {"1": "column"}, Mesh(tp=2)), {"tp": 2})
+    >>> run(step, ranks=2).values[0]
+    {'0.weight': 2, '0.bias': 2, '1.weight': 1, '1.bias': 1}
+    """
+    layers, everywhere = _parallel_layers(model), prod(sizes.values())
+    return {
+        name: parameter_layouts(layers[name].scheme)[name.rpartition(".")[2]].n_copies(sizes)
+        if name in layers
+        else everywhere
+        for name, _ in model.named_parameters()
+    }
 
 
 def traffic(model: nn.Module, n_tokens: int, mesh: Mesh) -> dict[str, int | Fraction]:

@@ -6,15 +6,20 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lessons_lib import Layout, Mesh, checkpoint, plan, run
 from lessons_lib.checkpoint import Piece, latest, load, save
+from lessons_lib.data_parallel import Zero
 from lessons_lib.errors import RankError, RefusedError
 from lessons_lib.models.gpt import GPT, GPTConfig
 from lessons_lib.train import Saving, Settings, Training, report, steps, train
@@ -30,7 +35,7 @@ def trained(folder, settings, *, until=None, transport="threads", every=100):
     """Go on with the run in ``folder``, or begin it; what rank 0 tells."""
     saving = Saving(folder, every, latest(folder))
     settings = replace(settings, steps=until or settings.steps, saving=saving)
-    return run(train, settings, ranks=settings.tp, transport=transport).values[0]
+    return run(train, settings, ranks=settings.dp * settings.tp, transport=transport).values[0]
 
 
 def tensors_of(folder):
@@ -62,7 +67,15 @@ def assert_resumes(tmp_path, settings, degrees=None, tolerance=0.0, transport="t
     assert resumed.sample == unbroken.sample
 
 
-@pytest.mark.parametrize("tp, transport", [(1, "threads"), (2, "threads"), (4, "threads"), (2, "processes")])
+@pytest.mark.parametrize(
+    "tp, transport",
+    [
+        (1, "threads"),
+        (2, "threads"),
+        (4, "threads"),
+        pytest.param(2, "processes", marks=pytest.mark.slow),
+    ],
+)
 def test_resumed_is_unbroken_bit_for_bit(tmp_path, tp, transport):
     """Every loss, every parameter and moment, and what is drawn at the end; dropout included."""
     assert_resumes(tmp_path, replace(SMALL, tp=tp), transport=transport)
@@ -72,6 +85,127 @@ def test_resumed_is_unbroken_bit_for_bit(tmp_path, tp, transport):
 def test_resumed_on_another_number_of_ranks_is_unbroken(tmp_path, degrees):
     settings = replace(SMALL, dtype=torch.float64, steps=len(degrees))
     assert_resumes(tmp_path, settings, degrees, tolerance=1e-12)
+
+
+MESHES = [
+    dict(dp=1, tp=2, zero=0),
+    dict(dp=4, tp=1, zero=3),
+    dict(dp=2, tp=2, zero=1),
+    dict(dp=3, tp=1, zero=2),
+]
+
+
+def test_resumed_on_other_meshes_and_stages_is_unbroken(tmp_path):
+    """S19. Each part of the run on a mesh of its own: another dp, another tp, another stage of ZeRO."""
+    plain = replace(SMALL, config=replace(CONFIG, dropout=0.0), dtype=torch.float64, steps=len(MESHES))
+    unbroken = trained(tmp_path / "unbroken", plain)
+    for at, mesh in enumerate(MESHES, start=1):
+        resumed = trained(tmp_path / "broken", replace(plain, **mesh), until=at)
+        assert resumed.n_before == at - 1
+    losses = torch.tensor([resumed.losses, unbroken.losses], dtype=torch.float64)
+    assert_same({"loss": losses[0]}, {"loss": losses[1]}, 1e-12)
+    found, expected = (tensors_of(tmp_path / name) for name in ("broken", "unbroken"))
+    for name in ("random",):  # each rank of dp has one of its own
+        assert found.pop(name).shape == (3, *expected.pop(name).shape)
+    assert_same(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "mesh", [dict(dp=2, tp=1, zero=3), pytest.param(dict(dp=2, tp=2, zero=1), marks=pytest.mark.slow)]
+)
+def test_zero_resumed_is_unbroken_bit_for_bit(tmp_path, mesh):
+    """Dropout included, of which every rank of dp draws its own."""
+    assert_resumes(tmp_path, replace(SMALL, **mesh))
+
+
+def test_ranks_of_dp_drop_numbers_of_their_own(tmp_path):
+    """And those of tp the same ones."""
+    trained(tmp_path, replace(SMALL, dp=2, tp=2, n_sequences=2), until=1)  # one row, so as many draws, each
+    (found, other), whole = tensors_of(tmp_path)["random"], latest(tmp_path).tensors["random"]
+    assert whole[0] == (2, len(found)) and not torch.equal(found, other)
+
+
+def test_dropout_on_another_dp_is_refused_and_both_are_named(tmp_path):
+    trained(tmp_path, replace(SMALL, dp=2, tp=1, zero=1), until=2)
+    with pytest.raises(
+        RefusedError, match=r"was saved with dp=2, and this run asks for dp=4: .* the same dp"
+    ):
+        trained(tmp_path, replace(SMALL, dp=4, tp=1, zero=1))
+
+
+class Odd(nn.Module):
+    """S19: 10 and 7 elements, on ranks that divide neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.arange(10.0))
+        self.b = nn.Parameter(torch.arange(7.0).reshape(7, 1) / 3)
+
+
+def odd(stage, folder, start, steps):
+    """Train from ``start`` on, save, and return all parameters."""
+
+    def body():
+        mesh = Mesh(dp=torch.distributed.get_world_size())
+        model = Odd()
+        sharded = Zero(model, stage, mesh["dp"], partial(torch.optim.Adam, lr=0.1))
+        if start:
+            load(checkpoint.pieces(model, sharded), start, mesh)
+            sharded.loaded()
+        n_done = start.step if start else 0
+        for step in range(n_done, n_done + steps):
+            loss = ((model.a**2).sum() * (step + 1) + (model.b**3).sum()) / mesh.sizes["dp"]
+            sharded.zero_grad()
+            loss.backward()
+            sharded.step()
+        save(checkpoint.pieces(model, sharded), folder, mesh, n_done + steps)
+        return sharded.whole_parameters()
+
+    return body
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6, 1])
+def test_saved_by_four_ranks_of_zero_opened_by_others(tmp_path, ranks):
+    """The next step is the unbroken run's, and no padding is on the disk."""
+    run(odd(1, tmp_path, None, 3), ranks=4)
+    start = latest(tmp_path)
+    assert {name: shape for name, (shape, _) in start.tensors.items() if "step" not in name} == {
+        f"{kind}{name}{what}": shape
+        for name, shape in (("a", (10,)), ("b", (7, 1)))
+        for kind, what in (("model.", ""), ("optimizer.", ".exp_avg"), ("optimizer.", ".exp_avg_sq"))
+    }
+    unbroken = run(odd(0, tmp_path / "unbroken", None, 4), ranks=1).values[0]
+    for found in run(odd(2, tmp_path / "other", start, 1), ranks=ranks).values:
+        assert_same(found, unbroken, 1e-6)
+
+
+def forgets_to_spread(self):
+    pass
+
+
+def test_opened_and_not_spread_is_caught(tmp_path, monkeypatch):
+    run(odd(1, tmp_path, None, 3), ranks=4)
+    unbroken = run(odd(0, tmp_path / "unbroken", None, 4), ranks=1).values[0]
+    monkeypatch.setattr(Zero, "loaded", forgets_to_spread)
+    found = run(odd(2, tmp_path / "other", latest(tmp_path), 1), ranks=3).values[0]
+    with pytest.raises(AssertionError):
+        assert_same(found, unbroken, 1e-6)
+
+
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=4), ends=st.tuples(st.integers(0, 700), st.integers(0, 700))
+)
+def test_rectangles_are_the_stretch(shape, ends):
+    """Each element once and in order, in few rectangles."""
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    first, last = sorted(min(end, whole.numel()) for end in ends)
+    found = list(checkpoint.rectangles(tuple(shape), first, last))
+    elements = [
+        whole[tuple(slice(at, at + n) for at, n in zip(start, sizes, strict=True))].flatten()
+        for start, sizes in found
+    ]
+    assert torch.equal(torch.cat(elements) if elements else whole.flatten()[:0], whole.flatten()[first:last])
+    assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
 def test_what_threads_save_processes_open(tmp_path):
@@ -104,7 +238,7 @@ def forgets(ending):
     return wrong
 
 
-def other_coordinate(name, piece, mesh, right=checkpoint._chunk):
+def other_coordinate(name, piece, mesh, right=checkpoint._begin):
     class Turned:
         sizes, coordinate = mesh.sizes, {"tp": mesh.sizes["tp"] - 1 - mesh.rank}
 
@@ -128,7 +262,7 @@ def forgets_the_dropout(self, mesh, start, right=Training.resume):
         (checkpoint, "load", forgets(("exp_avg", "exp_avg_sq"))),
         (checkpoint, "load", forgets("exp_avg_sq")),
         (checkpoint, "load", forgets(".step")),
-        (checkpoint, "_chunk", other_coordinate),
+        (checkpoint, "_begin", other_coordinate),
         (checkpoint, "load", lambda state, start, mesh: None),
         (Training, "resume", forgets_the_step),
         (Training, "resume", forgets_the_dropout),
@@ -339,6 +473,7 @@ print("\\n", n_kills, now, same, *sorted(left_behind))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["at random", "at every event"])
 def test_killed_while_saving_the_last_whole_one_opens(tmp_path, how):
     """At random ten times; and before each file operation of a save, one after the other."""

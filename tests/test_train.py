@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from lessons_lib import run
+from lessons_lib.data_parallel import zero
+from lessons_lib.data_parallel.unit import Unit
 from lessons_lib.models.gpt import GPT, GPTConfig
 from lessons_lib.tensor_parallel import SCHEMES, Column, Row
 from lessons_lib.train import Settings, report, train
@@ -141,12 +143,68 @@ def test_the_command_of_the_readme_makes_its_picture(capsys, monkeypatch, tmp_pa
     assert "sample" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, tp", [("--tp 2", 2), ("--ranks 1", 1), ("", 4), ("--tp 1 --ranks 1", 1)])
-def test_one_of_ranks_and_tp_will_do(monkeypatch, arguments, tp):
+@pytest.mark.parametrize(
+    "arguments, dp, tp, zero",
+    [
+        ("--tp 2", 1, 2, 0),
+        ("--ranks 1", 1, 1, 0),
+        ("", 1, 4, 0),
+        ("--tp 1 --ranks 1", 1, 1, 0),
+        ("--dp 4 --zero 3 --ranks 4", 4, 1, 3),
+        ("--dp 2 --tp 2 --zero 1", 2, 2, 1),
+        ("--dp 2", 2, 1, 0),
+        ("--zero 2", 4, 1, 2),
+        ("--ranks 8 --tp 4", 2, 4, 0),
+        ("--ranks 6 --dp 3 --zero 1", 3, 2, 1),
+    ],
+)
+def test_some_of_ranks_dp_and_tp_will_do(monkeypatch, arguments, dp, tp, zero):
     asked = []
     monkeypatch.setattr(report, "report_training", lambda settings, picture: asked.append(settings) or 0)
     command.main([*SMALL, *arguments.split()])
-    assert [settings.tp for settings in asked] == [tp]
+    assert [(settings.dp, settings.tp, settings.zero) for settings in asked] == [(dp, tp, zero)]
+
+
+@pytest.mark.parametrize(
+    "arguments, mesh",
+    [
+        ("--dp 4 --zero 3 --ranks 4", "Mesh(dp=4, tp=1), ZeRO 3 over dp"),  # of three sequences: one has none
+        ("--dp 2 --tp 2 --zero 1", "Mesh(dp=2, tp=2), ZeRO 1 over dp"),
+        pytest.param("--dp 2 --tp 2 --zero 3", "Mesh(dp=2, tp=2), ZeRO 3 over dp", marks=pytest.mark.slow),
+        pytest.param("--dp 2", "Mesh(dp=2, tp=1)", marks=pytest.mark.slow),
+    ],
+)
+def test_check_finds_no_difference_in_data_parallel_training(capsys, arguments, mesh):
+    status, out, _ = printed(capsys, "--check", "--steps", "3", *arguments.split())
+    assert status == 0, out
+    assert out.count(f", as {mesh}\n") == 1
+    n_parameters = len(list(GPT(GPTConfig(L=2)).parameters()))
+    assert f"3 steps: the loss and the gradients of all {n_parameters} parameters, on every rank, are" in out
+
+
+class DividesAgain(Unit):
+    def finish_reducing(self):
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._arriving /= self.group.size
+        super().finish_reducing()
+
+
+def test_check_catches_a_mean_that_is_divided_again(capsys, monkeypatch):
+    """Adam does not care about a factor, and the loss falls as before; the gradients tell."""
+    monkeypatch.setattr(zero, "Unit", DividesAgain)
+    status, out, _ = printed(capsys, "--check", "--steps", "2", "--dp", "2", "--zero", "2")
+    assert status == 1 and "from step 1 on" in out
+    assert re.search(r"^    head\.weight: rank 0, 1, relative error up to 5\.0e-01$", out, re.MULTILINE)
+    assert "    loss" not in out
+
+
+def test_data_parallel_training_reports_what_it_stores(capsys):
+    """S82: stage 3 stores a fourth of the parameters, which are as many as ever."""
+    _, out, _ = printed(capsys, "--dp", "4", "--zero", "3", "--steps", "3", "--sample", "5")
+    serial = sum(p.numel() for p in GPT(GPTConfig(L=2, H=4, D=16, S=8)).parameters())
+    held = int(re.search(r"parameters +([\d,]+) on each rank", out).group(1).replace(",", ""))
+    assert f"the serial model has {serial:,}" in out and serial / 4 <= held < serial / 4 + 16
 
 
 def test_the_command_s_defaults_are_the_library_s(monkeypatch):
@@ -156,13 +214,16 @@ def test_the_command_s_defaults_are_the_library_s(monkeypatch):
     assert asked == [Settings()]
 
 
-def test_the_size_of_a_step_is_what_torch_counts():
-    """Exactly, but that fused attention makes its scores again on the way back."""
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_size_of_a_step_is_what_torch_counts(tp):
+    """Exactly, scores that are made again on the way back included. Ranks share it, but for the head, which
+    the plan leaves whole on each."""
     config = GPTConfig(L=2, H=4, D=32, S=16)
-    settings = Settings(config=config, tp=1, steps=1, n_sequences=3, n_sample=0)
-    counted = run(train, settings, ranks=1, record=("flops",)).trace.flops_of(0, "train")
-    scores = 2 * (3 * config.L * config.S * config.S * config.D)  # Q K.T
-    assert report.step_flops(config, 3) == counted - scores
+    settings = Settings(config=config, tp=tp, steps=2, n_sequences=3, n_sample=0)
+    trace = run(train, settings, ranks=tp, record="flops").trace
+    head = 6 * config.D * config.V * 3 * config.S
+    expected = settings.steps * ((report.step_flops(config, 3) - head) // tp + head)
+    assert [trace.flops_of(rank, "train") for rank in range(tp)] == [expected] * tp
 
 
 def test_ranks_arrive_at_the_loss_of_the_serial_model(capsys):
@@ -179,7 +240,11 @@ def test_ranks_arrive_at_the_loss_of_the_serial_model(capsys):
     "arguments, message",
     [
         ("--ranks 4 --tp 3", r"--tp 3 does not divide --ranks 4; try --tp 1, 2, 4$"),
-        ("--ranks 8 --tp 4", r"leaves 2 groups of 4 ranks .* data parallelism, .*; try --ranks 4 --tp 4$"),
+        ("--ranks 4 --dp 3", r"--dp 3 does not divide --ranks 4; try --dp 1, 2, 4$"),
+        ("--ranks 8 --dp 2 --tp 2", r"--dp 2 --tp 2 are 4 ranks, and --ranks asks for 8; try --dp 2 --tp 4$"),
+        ("--ranks 4 --tp 4 --zero 1", r"--zero 1 shares out over .* leave dp 1; try --dp 4 --tp 1, or"),
+        ("--zero 4", r"argument --zero: invalid choice: 4 \(choose from 0, 1, 2, 3\)$"),
+        ("--dp 2 --tp 3", r"4 heads cannot be shared out to 3 ranks"),
         (
             "--ranks 3 --width 24",
             r"4 heads cannot be shared out to 3 ranks, since a head stays whole: try tp=1, 2 or 4$",

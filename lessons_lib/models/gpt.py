@@ -115,6 +115,10 @@ class GPT(nn.Module):
         """Return the cross entropy of ``targets``, in nats, as the mean over all B x S tokens."""
         return functional.cross_entropy(self(tokens).flatten(0, -2), targets.flatten())
 
+    def loss_sum(self, tokens: Int[Tensor, "B S"], targets: Int[Tensor, "B S"]) -> Float[Tensor, ""]:
+        """Return the cross entropies of all tokens added up, for who divides by more tokens than these."""
+        return functional.cross_entropy(self(tokens).flatten(0, -2), targets.flatten(), reduction="sum")
+
     @torch.no_grad()
     def generate(self, prompt: bytes, n: int, temperature: float = 1.0, seed: int = 0) -> bytes:
         """Continue ``prompt`` by ``n`` bytes, each drawn from the model's prediction.
@@ -186,8 +190,13 @@ class Attention(nn.Module):
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.K))  # B S H 3 K, with as many heads as there are
         q, k, v = heads.permute(3, 0, 2, 1, 4)  # each B H S K
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).flatten(-2))
+        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(-2))
+
+    def attend(
+        self, q: Float[Tensor, "B h S K"], k: Float[Tensor, "B h S K"], v: Float[Tensor, "B h S K"]
+    ) -> Float[Tensor, "B h S K"]:
+        """Let every position look at itself and those before it. No parameter takes part."""
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class MLP(nn.Module):

@@ -1,4 +1,4 @@
-"""Train the GPT across ranks: ``python -m lessons_lib.train --ranks 4 --tp 4 --steps 200``.
+"""Train the GPT across ranks: ``python -m lessons_lib.train --dp 2 --tp 2 --zero 1``.
 
 With ``--check`` it trains in float64 beside the serial model, compares every step's loss and every gradient
 on every rank, and exits with status 1 if one differs. With ``--checkpoint DIR`` it saves as it goes, and the
@@ -77,31 +77,56 @@ def _complete(options: argparse.Namespace, start: Checkpoint | None) -> None:
         if getattr(options, name) is None:
             setattr(options, name, saved.get(name, default))
     if start:
-        options.ranks = options.ranks or options.tp or start.sizes.get("tp")
         options.steps = options.steps or start.about.get("steps")
+        dp, tp = start.sizes.get("dp", 1), start.sizes.get("tp", 1)
+        if not (options.tp or options.dp) and (dp > 1 or not options.ranks):
+            options.tp = tp
+            options.dp = None if options.ranks else dp
     options.every = options.every or EVERY
-    options.ranks = options.ranks or options.tp or int(os.environ.get("WORLD_SIZE", RANKS))
-    options.tp = options.tp or options.ranks
+    _share_out(options)
+    if options.zero is None:
+        options.zero = start.about.get("zero", 0) if start and options.dp > 1 else 0
     options.steps = options.steps or (CHECK_STEPS if options.check else STEPS)
     if options.sample is None:
         options.sample = SAMPLE if options.steps >= LEAST_TO_SAMPLE else 0
     if options.check and options.picture:
         raise RefusedError("--check draws no picture; leave out --check or --picture")
-    ranks, tp = options.ranks, options.tp
-    if ranks % tp:
-        legal = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
-        raise RefusedError(f"--tp {tp} does not divide --ranks {ranks}; try --tp {', '.join(legal)}")
-    if ranks != tp:
+
+
+def _share_out(options: argparse.Namespace) -> None:
+    """Find ranks = dp x tp from those that were given; ZeRO shares out over dp, and all else goes to tp."""
+    asked = {name: getattr(options, name) for name in ("dp", "tp") if getattr(options, name)}
+    if not options.ranks:
+        given = math.prod(asked.values())
+        options.ranks = given if asked else int(os.environ.get("WORLD_SIZE", RANKS))
+    ranks = options.ranks
+    for name, degree in asked.items():
+        if ranks % degree:
+            legal = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+            raise RefusedError(
+                f"--{name} {degree} does not divide --ranks {ranks}; try --{name} {', '.join(legal)}"
+            )
+    if len(asked) == 2 and options.dp * options.tp != ranks:
         raise RefusedError(
-            f"--ranks {ranks} --tp {tp} leaves {ranks // tp} groups of {tp} ranks that would need data "
-            f"parallelism, which this command does not have; try --ranks {tp} --tp {tp}"
+            f"--dp {options.dp} --tp {options.tp} are {options.dp * options.tp} ranks, and --ranks asks for "
+            f"{ranks}; try --dp {options.dp} --tp {ranks // options.dp}"
+        )
+    if not asked:
+        asked = {"dp": ranks} if options.zero else {"tp": ranks}
+    options.dp = asked.get("dp") or ranks // asked["tp"]
+    options.tp = ranks // options.dp
+    if options.zero and options.dp == 1:
+        raise RefusedError(
+            f"--zero {options.zero} shares out over the ranks of dp, and --ranks {ranks} --tp {options.tp} "
+            f"leave dp 1; try --dp {ranks} --tp 1, or leave out --zero"
         )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lessons_lib.train",
-        description="Train a small GPT on Python's documentation, tensor-parallel on ranks of this machine.",
+        description="Train a small GPT on Python's documentation, on ranks of this machine: tensor-parallel, "
+        "data-parallel, or both.",
     )
 
     def size(option: str, meaning: str, read: Callable[[str], float] | None = None) -> None:
@@ -109,8 +134,10 @@ def _parser() -> argparse.ArgumentParser:
         add(option, type=read or _whole(1), help=f"{meaning} (default: {default})")
 
     add = parser.add_argument
-    add("--ranks", type=_whole(1), help=f"ranks to run (default: as --tp says, else {RANKS})")
-    add("--tp", type=_whole(1), help="tensor-parallel degree (default: all ranks)")
+    add("--ranks", type=_whole(1), help=f"ranks to run (default: as --dp and --tp say, else {RANKS})")
+    add("--dp", type=_whole(1), help="data-parallel degree (default: ranks / tp)")
+    add("--tp", type=_whole(1), help="tensor-parallel degree (default: ranks / dp; without both, all ranks)")
+    add("--zero", type=int, choices=range(4), help="stage of ZeRO over the ranks of dp (default: 0)")
     add("--steps", type=_whole(1), help=f"steps (default: {STEPS}; with --check {CHECK_STEPS})")
     add("--check", action="store_true", help="compare with the serial model, in float64")
     size("--layers", "transformer blocks, L")

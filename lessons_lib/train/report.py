@@ -10,6 +10,7 @@ import torch
 
 from lessons_lib import plan
 from lessons_lib.checkpoint import Checkpoint, unfinished
+from lessons_lib.cost.flops import step_flops
 from lessons_lib.errors import RefusedError
 from lessons_lib.models.gpt import GPT, GPTConfig
 from lessons_lib.spmd import run
@@ -47,7 +48,9 @@ def settings_of(options: argparse.Namespace, start: Checkpoint | None = None) ->
         )
     settings = Settings(
         config=config,
+        dp=options.dp,
         tp=options.tp,
+        zero=options.zero,
         steps=options.steps,
         n_sequences=options.batch,
         lr=options.lr,
@@ -58,28 +61,19 @@ def settings_of(options: argparse.Namespace, start: Checkpoint | None = None) ->
     if start:
         refuse_another(settings, start)
     with torch.device("meta"):
-        plan.check(GPT(config), plan.GPT_1D, {"tp": options.tp})
+        plan.check(GPT(config), plan.GPT_1D, settings.sizes)
     return settings
-
-
-def step_flops(config: GPTConfig, n_sequences: int) -> int:
-    """The floating point operations of a step's matrix products: 6 for each weight and token.
-
-    Two forward, four backward; the products of attention, S x S for every head, come on top.
-    Source: Chowdhery et al. 2022 (PaLM), appendix B.
-    """
-    weights = config.L * (4 * config.D**2 + 2 * config.D * config.F) + config.D * config.V
-    attention = 2 * config.L * config.D * config.S
-    return 6 * (weights + attention) * n_sequences * config.S
 
 
 def announce(settings: Settings) -> None:
     """Say what is about to run."""
     config = settings.config
+    axes = ", ".join(f"{axis}={size}" for axis, size in settings.sizes.items())
+    shared = f", ZeRO {settings.zero} over dp" if settings.zero else ""
     say(
         f"model         GPT: {config.L} layers, {config.H} heads, D={config.D}, S={config.S}, V={config.V}\n"
         f"data          the language reference of Python, {settings.n_sequences} sequences in a step\n"
-        f"ranks         {settings.tp}, as Mesh(tp={settings.tp})"
+        f"ranks         {math.prod(settings.sizes.values())}, as Mesh({axes}){shared}"
     )
     if settings.saving:
         say(f"checkpoint    {_account_of(settings.saving)}")
@@ -97,13 +91,14 @@ def _account_of(saving: Saving) -> str:
 
 def report_training(settings: Settings, picture: Path | None) -> int:
     """Train, print what came of it, and save its picture."""
-    result = run(train, settings, ranks=settings.tp)
+    n_ranks = math.prod(settings.sizes.values())
+    result = run(train, settings, ranks=n_ranks)
     outcome: Outcome = result.values[0]
     n_steps = settings.steps - outcome.n_before
     n_tokens = n_steps * settings.n_sequences * settings.config.S
     with torch.device("meta"):
         serial_size = sum(parameter.numel() for parameter in GPT(settings.config).parameters())
-    sent = [result.trace.bytes_sent(rank, "train") for rank in range(settings.tp)]
+    sent = [result.trace.bytes_sent(rank, "train") for rank in range(n_ranks)]
     say(f"parameters    {outcome.n_parameters:,} on each rank; the serial model has {serial_size:,}")
     first, last = outcome.losses[0], outcome.losses[-1]
     say(f"loss          {first:.3f} at step 1, {last:.3f} at step {settings.steps}")
@@ -125,7 +120,7 @@ def report_training(settings: Settings, picture: Path | None) -> int:
 
 def report_check(settings: Settings) -> int:
     """Compare every step with the serial model's, and print what differs; return 1 if anything does."""
-    result = run(check, settings, ranks=settings.tp)
+    result = run(check, settings, ranks=math.prod(settings.sizes.values()))
     comparisons: list[Comparison] = [comparison for rank in result.values for comparison in rank]
     n_parameters = len({comparison.what for comparison in comparisons}) - 1
     different = [comparison for comparison in comparisons if comparison.differs]
