@@ -22,12 +22,31 @@ import torch.distributed as dist
 
 from lessons_lib import Mesh, compute, region, run
 from lessons_lib.errors import RunError
+from lessons_lib.layout import Layout
+from lessons_lib.pipeline_parallel import SCHEDULES, Times, simulate
 from lessons_lib.spmd.result import Run
 from lessons_lib.tensor_parallel import SCHEMES
 from lessons_lib.tensor_parallel.schemes import VARIANTS
 from lessons_lib.timeline import Message, Span, Timeline
-from lessons_lib.views import Figure, cube_picture, lanes, layout_picture, mesh_picture, traffic_matrix
+from lessons_lib.views import (
+    Figure,
+    collective_step,
+    cube_picture,
+    lanes,
+    layout_picture,
+    mesh_picture,
+    pipeline_picture,
+    traffic_matrix,
+)
+from lessons_lib.views.bills import bill_picture
 from lessons_lib.views.colours import OPERATIONS
+from lessons_lib.views.frontier import frontier_picture
+from lessons_lib.views.scheme_steps import scheme_step
+from lessons_lib.widgets import wait_explorer
+from lessons_lib.widgets.bills import product_bill
+from lessons_lib.widgets.frontier import frontier
+from lessons_lib.widgets.recorded import record
+from lessons_lib.widgets.recorded_schemes import record_scheme
 
 THEMES = ("light", "dark")
 WIDTHS = {"page": 900, "narrow": 640, "projector": 1920}
@@ -306,6 +325,75 @@ for _name, (_three, _sizes, _rank) in CUBES.items():
     PICTURES[f"cube-{_name}"] = lambda theme, three=_three, sizes=_sizes, rank=_rank: cube_picture(
         *three, sizes, rank=rank, theme=theme
     )
+
+# Pipelines: schedules, p and m
+
+PIPELINES: dict[str, tuple[tuple[str, ...], int, int]] = {
+    "1f1b": (("1f1b",), 4, 8),
+    "gpipe-1f1b": (("gpipe", "1f1b"), 4, 8),
+    "interleaved": (("interleaved",), 4, 8),
+    "zb-h1": (("zb-h1",), 4, 8),
+    "zb-v": (("zb-v",), 4, 8),
+    "dualpipe": (("dualpipe",), 8, 16),
+    "1f1b-16": (("1f1b",), 16, 32),
+}
+for _name, (_schedules, _p, _m) in PIPELINES.items():
+    PICTURES[f"pipeline-{_name}"] = lambda theme, names=_schedules, p=_p, m=_m: pipeline_picture(
+        *(simulate(SCHEDULES[name](p, m), Times()) for name in names), theme=theme
+    )
+
+# Collectives: name, ranks and round
+
+COLLECTIVES = {
+    "ring-4": ("ring all-reduce", 4, 2),
+    "ring-16": ("ring all-reduce", 16, 9),
+    "star-8": ("star all-reduce", 8, 7),
+    "tree-8": ("tree broadcast", 8, 2),
+}
+for _name, (_collective, _ranks, _round) in COLLECTIVES.items():
+    PICTURES[f"step-{_name}"] = lambda theme, at=(_collective, _ranks), step=_round: collective_step(
+        record(*at), step, theme=theme
+    )
+PICTURES["waits-stuck"] = lambda theme: wait_explorer(ran(one_stays_away, 4), theme=theme).figure
+PICTURES["waits-returned"] = lambda theme: wait_explorer(ran(relay, 8), theme=theme).figure
+
+# Schemes: name, mesh, result, stage and rank
+
+STAGES: dict[str, tuple[str, dict[str, int], str, int, int]] = {
+    "column": ("column", {"tp": 4}, "dX", 1, 1),
+    "row": ("row", {"tp": 4}, "Y", 1, 3),
+    "summa-y": ("2d", {"row": 3, "col": 3}, "Y", 2, 6),
+    "summa-dx": ("2d", {"row": 2, "col": 2}, "dX", 1, 1),
+    "summa-dw-16": ("2d", {"row": 4, "col": 4}, "dW", 4, 15),
+    "depth-y": ("2.5d", {"depth": 3, "row": 2, "col": 2}, "Y", 1, 11),
+    "depth-dw": ("2.5d", {"depth": 2, "row": 2, "col": 2}, "dW", 2, 5),
+    "depth-sum": ("2.5d", {"depth": 2, "row": 2, "col": 2}, "dW", 3, 5),
+    "cube-y": ("3d", {"i": 2, "j": 2, "k": 2}, "Y", 1, 2),
+    "cube-dw": ("3d", {"i": 2, "j": 2, "k": 2}, "dW", 1, 7),
+}
+for _name, (_of, _sizes, _result, _stage, _rank) in STAGES.items():
+    _at = _of, tuple(_sizes.items()), _result
+    PICTURES[f"stage-{_name}"] = lambda theme, at=_at, stage=_stage, rank=_rank: scheme_step(
+        record_scheme(*at), stage, rank=rank, theme=theme
+    )
+
+# Bills: X, W, wanted Y and mesh
+
+BILLS: dict[str, tuple[str, str, str, dict[str, int]]] = {
+    "sum": ("B D@col", "D@col F", "B F", {"row": 1, "col": 4}),
+    "nothing": ("B D", "D F", "B F", {"row": 2, "col": 2}),
+    "2d": ("B@row D@col", "D@row F@col", "B@row F@col", {"row": 2, "col": 2}),
+    "many": ("B@row@col D", "D@col@row F", "B F@row@col", {"row": 4, "col": 4}),
+}
+for _name, (*_three_layouts, _sizes) in BILLS.items():
+    PICTURES[f"bill-{_name}"] = lambda theme, at=(*_three_layouts,), sizes=_sizes: bill_picture(
+        product_bill(*map(Layout, at), tuple(sizes.items())), theme=theme
+    )
+
+# Bytes against memory: ranks, tokens, which memory and GPU
+
+PICTURES["frontier-8"] = lambda theme: frontier_picture(frontier(8, 2304, "kept", "H100"), theme=theme)
+PICTURES["frontier-64"] = lambda theme: frontier_picture(frontier(64, 9216, "peak", "V100"), theme=theme)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,22 @@ from tooling.source import NOTEBOOK_METADATA
 from lessons_lib import run
 from lessons_lib.errors import RefusedError, RunError
 from lessons_lib.views import Figure, collective_step, layout_picture
+from lessons_lib.views.scheme_steps import scheme_step
 from lessons_lib.widgets import (
     Explorer,
+    bytes_memory_explorer,
     collective_stepper,
+    layout_bill_explorer,
     layout_explorer,
     pipeline_explorer,
+    scheme_stepper,
     wait_explorer,
 )
 from lessons_lib.widgets.explorer import Choice, Slider, Toggle
 from lessons_lib.widgets.latest import Latest
 from lessons_lib.widgets.recorded import record
+from lessons_lib.widgets.recorded_schemes import record_scheme
+from lessons_lib.widgets.schemes import SHOWN
 
 
 def stood_still():
@@ -45,6 +51,9 @@ EXPLORERS = {
     "waits": lambda: wait_explorer(stood_still()),
     "layouts": layout_explorer,
     "pipelines": pipeline_explorer,
+    "bills": layout_bill_explorer,
+    "schemes": scheme_stepper,
+    "bytes and memory": bytes_memory_explorer,
 }
 
 
@@ -458,3 +467,92 @@ def test_ranks_w_and_the_critical_path_are_toggles():
     assert "decides the end" not in explorer.figure.svg
     explorer.set(path=True)
     assert "decides the end" in explorer.figure.svg
+
+
+# ---- explorer 5: layouts and bills
+
+
+def bill_of(explorer):
+    """What each rank sends, as the picture says it."""
+    return float(re.search(r"Each rank sends ([\d,.]+) elements", explorer.figure.alt)[1].replace(",", ""))
+
+
+def test_half_of_an_all_reduce_and_nothing():
+    explorer = layout_bill_explorer()
+    all_of_it = bill_of(explorer)
+    explorer.set(y="B F@col")
+    assert bill_of(explorer) == all_of_it / 2 and "reduce_scatter of Y over col" in explorer.figure.alt
+    explorer.set(y="B F +col")
+    assert bill_of(explorer) == 0
+
+
+def test_a_bill_that_cannot_be_is_told_and_the_next_one_recovers():
+    explorer = layout_bill_explorer()
+    for values, words in (
+        ({"x": "B D@tp"}, "names the axis 'tp', which the mesh does not have"),
+        ({"x": "B F"}, "X has the dims B and D, in this order"),
+        ({"x": "B,D"}, "there is no comma"),
+    ):
+        explorer.set(**values)
+        assert words in explorer.error
+    explorer.reset()
+    assert not explorer.error
+    explorer.set(mesh="row=4, col=4")
+    assert "on a mesh of row=4, col=4" in explorer.figure.alt
+
+
+def test_the_scale_of_bills_stays():
+    explorer = layout_bill_explorer()
+    for values in (*explorer.settings.values(), {"mesh": "row=4, col=4"}):
+        explorer.set(**values)
+        assert "elements each rank sends, 0 to 4,096" in explorer.figure.svg
+
+
+# ---- explorer 6: schemes
+
+
+def test_the_scheme_stepper_shows_the_recording():
+    explorer = scheme_stepper()
+    for scheme in explorer.widgets["scheme"].options:
+        for result in ("Y", "dX", "dW"):
+            explorer.set(scheme=scheme, result=result, stage=9, rank=99)
+            assert explorer.error == ""
+            name, sizes = SHOWN[scheme]
+            steps = record_scheme(name, tuple(sizes.items()), result)
+            stage, rank = len(steps.stages), len(steps.stages[0].products) - 1
+            assert (explorer.values["stage"], explorer.values["rank"]) == (stage, rank)
+            assert explorer.figure.svg == scheme_step(steps, stage, rank=rank).svg
+    assert explorer.controls["stage"].high >= 4 and explorer.controls["rank"].high == 15
+    with pytest.raises(RefusedError, match="no scheme '4D' to step through; there are column on 4"):
+        scheme_stepper("4D")
+
+
+def test_the_bar_of_memory_does_not_rescale():
+    """All of X, W and Y is the same number whatever the scheme."""
+    explorer = scheme_stepper()
+    for scheme in explorer.widgets["scheme"].options:
+        explorer.set(scheme=scheme)
+        assert "a full bar is X, W and Y whole: 3,744" in explorer.figure.svg
+
+
+# ---- explorer 8: bytes against memory
+
+
+def bytes_sent(explorer):
+    """What each way sends, as the sentence says it."""
+    said = re.findall(r"sends ([\d.]+) (MB|GB)", explorer.figure.alt)
+    return [float(n) * {"MB": 1e6, "GB": 1e9}[unit] for n, unit in said]
+
+
+def test_with_few_tokens_1d_sends_least_and_with_many_it_does_not():
+    one, two = bytes_sent(explorer := bytes_memory_explorer("4", "1/4 h"))
+    assert one < two
+    explorer.set(**explorer.settings["2D draws level"])  # at b s = 12 h
+    one, two = bytes_sent(explorer)
+    assert one == two
+
+
+def test_what_the_frontier_refuses():
+    for wrong, words in ((("5",), "ranks='5': choose one of 4, 8"), (("4", "3 h"), "tokens='3 h': choose")):
+        with pytest.raises(RefusedError, match=words):
+            bytes_memory_explorer(*wrong)
