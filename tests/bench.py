@@ -1,7 +1,7 @@
 """What a launch costs, as ratios against what people would use instead, measured in one run.
 
     make bench                     everything that takes seconds
-    python tests/bench.py --all    also 64 processes started by spawn, which takes minutes
+    python -m tests.bench --all    also 64 processes started by spawn, which takes minutes
 
 Absolute times depend on the machine and on what else it does; the ratio and the spread are the
 result. "goal" is what this project asks of itself on 2 cores.
@@ -10,25 +10,35 @@ result. "goal" is what this project asks of itself on 2 cores.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import nbformat
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from nbformat.v4 import new_code_cell, new_notebook
+from playwright.sync_api import sync_playwright
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lessons_lib import Mesh, run
 from lessons_lib.errors import DeadlockError
+from lessons_lib.grading import check
+from lessons_lib.grading.catalogue import EXERCISES
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.rank_group import RankGroup
-from lessons_lib.tensor_parallel import SCHEMES, TensorParallelLinear
+from lessons_lib.tensor_parallel import SCHEMES, Cube, TensorParallelLinear
 from lessons_lib.timeline import Where
+from tests.browser.run_notebook import CHROMIUM_FLAGS, find_chromium, jupyterlab, run_all, wait_until_idle
 
 
 def work() -> float:
@@ -139,6 +149,149 @@ def untraced_mlp_step(D: int) -> float:
         return mlp_step(D)
 
 
+# The same 8 lanes of 64 blocks under a slider: our frame with SVG, and ipywidgets' interactive with a PNG.
+SLIDERS = [
+    """
+import matplotlib.pyplot as plt
+from ipywidgets import IntSlider, interactive
+from lessons_lib.timeline import Span, Timeline
+from lessons_lib.views import lanes
+from lessons_lib.views.colours import OPERATIONS
+from lessons_lib.widgets.explorer import Explorer, Slider
+
+def blocks(late):
+    kinds = ["F", "B"] * 32
+    starts = [[rank * late / 20 + at for at in range(64)] for rank in range(8)]
+    return tuple(Span(r, s, s + 0.9, kind) for r in range(8) for s, kind in zip(starts[r], kinds))
+
+def ours(late):
+    return lanes(Timeline(8, blocks(late), clock="virtual"), title=f"{late} late", until=90)
+
+def theirs(late):
+    figure, axes = plt.subplots(figsize=(9, 4))
+    for rank in range(8):
+        mine = [span for span in blocks(late) if span.rank == rank]
+        boxes = [(span.start, span.end - span.start) for span in mine]
+        axes.broken_barh(boxes, (rank - 0.4, 0.8), color=[OPERATIONS[span.kind][0] for span in mine])
+    axes.set(title=f"{late} late", xlim=(0, 90), yticks=range(8), xlabel="time")
+    axes.invert_yaxis()
+    plt.show()
+""",
+    'Explorer(ours, {"late": Slider("Late", 0, 40)}, {"late": 0})',
+    'interactive(theirs, late=IntSlider(description="Late", min=0, max=40, value=0))',
+]
+FROM_KEY_TO_PICTURE = """index => {
+    const cell = document.querySelectorAll(".jp-Notebook .jp-Cell")[index];
+    const image = () => cell.querySelector("img[src^='data:image/png']");
+    const picture = () => image()?.src ?? cell.querySelector(".explorer svg[role=img] title")?.textContent;
+    const before = picture();
+    window.took = new Promise(resolve => {
+        let start;
+        const key = () => { start = performance.now(); };
+        document.addEventListener("keydown", key, {capture: true, once: true});
+        const observer = new MutationObserver(async () => {
+            if (!picture() || picture() === before) return;
+            observer.disconnect();
+            await image()?.decode();
+            requestAnimationFrame(() => resolve((performance.now() - start) / 1000));
+        });
+        observer.observe(cell, {childList: true, subtree: true, characterData: true, attributes: true});
+    });
+}"""
+
+
+def slider_keys(chromium: str, presses: int = 15) -> tuple[list[float], list[float]]:
+    """Seconds from a key on a slider to the changed picture in a browser: ours, and matplotlib's."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS) as browser,
+    ):
+        notebook = Path(folder, "sliders.ipynb")
+        cells = [new_code_cell(source.strip()) for source in SLIDERS]
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}}
+        nbformat.write(new_notebook(cells=cells, metadata=kernel), notebook)
+        with jupyterlab(Path(folder), notebook) as url:
+            page = browser.new_page(viewport={"width": 1200, "height": 1600})
+            page.goto(url)
+            wait_until_idle(page)
+            run_all(page, [])
+            results: list[list[float]] = [[], []]
+            for _ in range(presses + 2):
+                for which, times in enumerate(results):
+                    cell = page.locator(".jp-Notebook .jp-Cell").nth(1 + which)
+                    cell.get_by_role("slider").focus()
+                    page.evaluate(FROM_KEY_TO_PICTURE, 1 + which)
+                    page.keyboard.press("ArrowRight")
+                    times.append(page.evaluate("window.took"))
+                    page.wait_for_timeout(200)
+    return results[0][2:], results[1][2:]
+
+
+def right_solution(id: str) -> None:
+    """Check the reference solution of an exercise."""
+    assert check(id, *EXERCISES[id].functions).passed
+
+
+FIRST_CHECK = """
+import time
+from lessons_lib.grading import check
+from lessons_lib.grading.catalogue import EXERCISES
+began = time.perf_counter()
+assert check("08-column", *EXERCISES["08-column"].functions).passed
+print(time.perf_counter() - began)
+"""
+
+
+def first_check() -> float:
+    """Seconds of the first check in a new kernel, which also starts the process that forks its children."""
+    command = [sys.executable, "-c", FIRST_CHECK]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def cube_mlp() -> None:
+    """Forward and backward of two 3D layers on 27 ranks, launch and mesh included."""
+
+    def step() -> None:
+        mesh, first = Mesh(i=3, j=3, k=3), Cube()
+        up = TensorParallelLinear.from_linear(torch.nn.Linear(108, 432), first, mesh)
+        down = TensorParallelLinear.from_linear(torch.nn.Linear(432, 108), first.exchanged(), mesh)
+        x = torch.randn(first.X.local_shape((108, 108), mesh.sizes))
+        down(torch.nn.functional.gelu(up(x))).square().mean().backward()
+
+    run(step, ranks=27)
+
+
+def by_hand(up: torch.nn.Linear, down: torch.nn.Linear) -> torch.nn.Module:
+    mesh = Mesh(tp=dist.get_world_size())
+    layers = zip((up, down), ("column", "row"), strict=True)
+    first, second = (TensorParallelLinear.from_linear(layer, SCHEMES[name], mesh) for layer, name in layers)
+    return torch.nn.Sequential(first, torch.nn.GELU(), second)
+
+
+def by_styles(up: torch.nn.Linear, down: torch.nn.Linear) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = torch.nn.Sequential(up, torch.nn.GELU(), down)
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def mlp_of(make: Callable[..., torch.nn.Module], n_ranks: int) -> float:
+    """Seconds of forward and backward of a column and a row layer on thread ranks, once they are made."""
+
+    def steps() -> float:
+        model = make(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+        x = torch.randn(64, 64)
+        model(x).square().mean().backward()
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(20):
+            model(x).square().mean().backward()
+        dist.barrier()
+        return (time.perf_counter() - began) / 20
+
+    return max(run(steps, ranks=n_ranks).values)
+
+
 def import_in_new_process(statement: str) -> None:
     subprocess.run([sys.executable, "-c", statement], check=True)
 
@@ -216,6 +369,23 @@ def main() -> None:
         factor = statistics.median(traced) / statistics.median(plain)
         reached = "reached" if factor <= goal else "MISSED"
         print(f"  {'the same, not recorded':42}{text(plain):42}  {factor:.2f} times   goal {goal}: {reached}")
+    chromium = find_chromium()
+    if chromium is None:
+        print("no Chromium: sliders are not measured")
+    else:
+        ours, theirs = slider_keys(chromium)
+        report("a slider's key to the changed picture", ours, 120)
+        ratio("interactive with a matplotlib PNG", theirs, ours, 3)
+    os.environ["LESSONS_PROGRESS"] = "off"
+    report("first check of a right solution", [first_check() for _ in range(3)], 3000)
+    for id in EXERCISES:
+        report(f"check of a right solution, {id}", seconds(lambda id=id: right_solution(id), 5), 3000)
+    report("a 27-rank cube MLP, forward and backward", seconds(cube_mlp, 5), 1500)
+    for n_ranks in (4, 8):
+        pairs = [(mlp_of(by_hand, n_ranks), mlp_of(by_styles, n_ranks)) for _ in range(9)]
+        ours, theirs = map(list, zip(*pairs, strict=True))
+        report(f"a step of a column and a row layer, {n_ranks} threads", ours)
+        ratio("the same with DTensor's parallel styles", theirs, ours, 1)
     empty = seconds(lambda: import_in_new_process("pass"), 5)
     report("a Python that does nothing", empty)
     report(

@@ -68,4 +68,5 @@ class Cannon(Summa):
     def memory(self, B: int, D: int, F: int, sizes: Mapping[str, int]) -> dict[str, int]:
         x, w, y = blocks(self, B, D, F, sizes)
         rest, moving = x + w + y, 1 + (sizes["row"] > 1)  # blocks that moved here, and that arrive
-        return {"rest": rest, "forward": rest + moving * (x + w), "backward": rest + 3 * (x + w)}
+        forward, backward = rest + moving * (x + w), rest + 3 * (x + w)
+        return {"rest": rest, "kept": x + w, "forward": forward, "backward": backward}

@@ -54,4 +54,5 @@ class Column:
     def memory(self, B: int, D: int, F: int, sizes: Mapping[str, int]) -> dict[str, int]:
         x, w, y = blocks(self, B, D, F, sizes)
         rest = x + w + y
-        return {"rest": rest, "forward": rest, "backward": rest + x + max(x, w)}  # dX: a term, and the sum
+        backward = rest + x + max(x, w)  # dX: a term, and the sum
+        return {"rest": rest, "kept": x + w, "forward": rest, "backward": backward}

@@ -77,7 +77,8 @@ class Cube:
     def memory(self, B: int, D: int, F: int, sizes: Mapping[str, int]) -> dict[str, int]:
         (x, w, y), (x_ik, w_kj, y_ij) = blocks(self, B, D, F, sizes), self._gathered(B, D, F, sizes)
         rest, gathered = x + w + y, x_ik + w_kj + y_ij
-        return {"rest": rest, "forward": rest + gathered, "backward": rest + x + gathered + max(0, w - x_ik)}
+        backward = rest + x + gathered + max(0, w - x_ik)
+        return {"rest": rest, "kept": x + w, "forward": rest + gathered, "backward": backward}
 
     def _gathered(self, B: int, D: int, F: int, sizes: Mapping[str, int]) -> tuple[int, int, int]:
         """Elements of X_ik, W_kj and Y_ij."""
@@ -120,4 +121,4 @@ class CubeKept(Cube):
         x_ik, w_kj, y_ij = self._gathered(B, D, F, sizes)
         memory = super().memory(B, D, F, sizes)
         both_gradients = memory["rest"] + 2 * (x_ik + w_kj) + y_ij
-        return memory | {"backward": both_gradients}
+        return memory | {"kept": memory["kept"] + x_ik + w_kj, "backward": both_gradients}

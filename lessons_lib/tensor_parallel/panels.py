@@ -16,7 +16,7 @@ from lessons_lib.mesh import Group
 
 
 def panels(block: Tensor, group: Group) -> Iterator[Tensor]:
-    """Yield every rank's ``block`` in turn, on every rank of the group.
+    """Every rank's ``block`` in turn, on every rank of the group; the first travels at once.
 
     A panel is good until the next one is asked for. Traffic: p broadcasts, in which each rank sends p-1
     blocks (a chain from rank l on ends before rank l, so each rank is the last one once).
@@ -29,13 +29,18 @@ def panels(block: Tensor, group: Group) -> Iterator[Tensor]:
         panel = block if root == group.rank else buffers[root % len(buffers)]
         return panel, dist.broadcast(panel, group=group.process_group, group_src=root, async_op=True)
 
-    coming, travels = begin(0)
-    for root in range(group.size):
-        travels.wait()
-        panel = coming
-        if root + 1 < group.size:
-            coming, travels = begin(root + 1)
-        yield panel
+    first = begin(0)  # before anybody asks: a second matrix's panels begin at the same time
+
+    def each() -> Iterator[Tensor]:
+        panel, travels = first
+        for root in range(group.size):
+            travels.wait()
+            here = panel
+            if root + 1 < group.size:
+                panel, travels = begin(root + 1)
+            yield here
+
+    return each()
 
 
 def reduce_each(terms: Iterable[Tensor], group: Group) -> Tensor:

@@ -56,4 +56,5 @@ class Row:
     def memory(self, B: int, D: int, F: int, sizes: Mapping[str, int]) -> dict[str, int]:
         x, w, y = blocks(self, B, D, F, sizes)
         rest = x + w + y
-        return {"rest": rest, "forward": rest + y, "backward": rest + x + w}  # Y: a term, and the sum
+        forward = rest + y  # Y: a term, and the sum
+        return {"rest": rest, "kept": x + w, "forward": forward, "backward": rest + x + w}

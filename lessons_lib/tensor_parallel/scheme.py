@@ -55,9 +55,10 @@ class PricedScheme(Scheme, Protocol):
     """A scheme that also says what it takes in memory, as all of the library's do."""
 
     def memory(self, B: int, D: int, F: int, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the elements the fullest rank holds, ``{"rest": n, "forward": n, "backward": n}``.
+        """Return the elements the fullest rank holds.
 
-        At rest these are its blocks of X, W and Y; while it computes, the peak of ``forward``, which makes Y,
+        ``"rest"``: its blocks of X, W and Y. ``"kept"``, from forward to backward: those of X and W, and what
+        was gathered and not let go. ``"forward"`` and ``"backward"``: the peak of ``forward``, which makes Y,
         and of ``backward``, which holds X, W and dY and makes dX and dW.
         """
 

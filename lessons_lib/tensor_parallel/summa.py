@@ -65,4 +65,5 @@ class Summa:
         rest, q = x + w + y, sizes["row"]
         panels, terms = min(2, q - 1), min(3, q)  # buffers; terms under way, and the sum that stays
         for_dx, for_dw = panels * w + terms * x, x + panels * x + terms * w
-        return {"rest": rest, "forward": rest + panels * (x + w), "backward": rest + max(for_dx, for_dw)}
+        forward, backward = rest + panels * (x + w), rest + max(for_dx, for_dw)
+        return {"rest": rest, "kept": x + w, "forward": forward, "backward": backward}

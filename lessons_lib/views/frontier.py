@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from lessons_lib.views.memory import bytes_text
 from lessons_lib.views.svg import MARGIN, SMALL, WIDTH, Figure, fit, text_width
 
 LEFT, PLOT_WIDTH, PLOT_HEIGHT = 100.0, 520.0, 380.0
@@ -72,17 +73,6 @@ def frontier_picture(frontier: Frontier, *, theme: str = "light") -> Figure:
         figure.text(name[0] + 4, name[1] + 12, dot.name, size=SMALL, bold=True)
     _table(figure, frontier, top)
     return figure
-
-
-def bytes_text(n: float) -> str:
-    """
-    >>> bytes_text(512), bytes_text(1500), bytes_text(2.345e9)
-    ('512 B', '1.5 kB', '2.35 GB')
-    """
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n:.3g} B"
 
 
 def _x(frontier: Frontier, held: float) -> float:
