@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from lessons_lib.spmd.lines import is_machinery, line_of
+from lessons_lib.spmd.lines import is_machinery, line_of, path_in_package
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.timeline import Waiting, Where, ranks_text
 
@@ -290,7 +290,7 @@ def traceback_of(rank: int, error: BaseException) -> list[str]:
             lines.append(f"      ... {len(own) - 2 * MOST_FRAMES:,} calls left out ...")
     if frames and (not own or frames[-1] is not own[-1]):
         last = frames[-1]
-        lines.append(f"      in {last.name} ({'/'.join(last.filename.split('/')[-3:])}, line {last.lineno})")
+        lines.append(f"      in {last.name} ({path_in_package(last.filename)}, line {last.lineno})")
     lines += [f"Try: {hint}" for pattern, hint in _HINTS if re.search(pattern, text_of(error), re.DOTALL)]
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and type(cause).__name__ != "Stopped":

@@ -56,6 +56,17 @@ def display_name(file: str) -> str:
     return file if nearby.startswith("..") else nearby
 
 
+def path_in_package(file: str) -> str:
+    """The end of a path: from the package on where it is ours, else a folder or two and the file.
+
+    >>> path_in_package(__file__), path_in_package("/usr/lib/python3/torch/nn/linear.py")
+    ('lessons_lib/spmd/lines.py', 'torch/nn/linear.py')
+    """
+    if file.startswith(_LIBRARY):
+        return os.path.relpath(file, os.path.dirname(_LIBRARY)).replace(os.sep, "/")
+    return "/".join(file.split("/")[-3:])
+
+
 def notebook_cells() -> dict[str, tuple[str, str]]:
     """The cells of the notebook by file name: what they are called and their text."""
     ipython = sys.modules.get("IPython")

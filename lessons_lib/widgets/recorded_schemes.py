@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout, coordinates
 from lessons_lib.mesh import Mesh
 from lessons_lib.spmd import region, run
+from lessons_lib.spmd._torch_internals import DispatchMode
 from lessons_lib.tensor_parallel import SCHEMES, PricedScheme
 from lessons_lib.tensor_parallel.schemes import VARIANTS
 from lessons_lib.timeline import Event
@@ -115,7 +115,7 @@ class Multiplied:
 Entry = Put | Multiplied
 
 
-class _Products(TorchDispatchMode):
+class _Products(DispatchMode):
     """Writes down every product of two matrices."""
 
     def __init__(self, log: list[Entry]) -> None:

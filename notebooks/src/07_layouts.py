@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lessons_lib import Layout, Mesh, run
+from lessons_lib.grading import recap
 from lessons_lib.redistribute import redistribute, redistribution
 from lessons_lib.tensor_parallel import SCHEMES
 from lessons_lib.views import layout_picture, mesh_picture
@@ -22,6 +23,14 @@ X, W = torch.ones(B, D, dtype=torch.float64), torch.ones(D, F, dtype=torch.float
 
 def error(ours, truth):
     return f"{(ours - truth).norm() / truth.norm():.0e}"
+
+# %% [markdown] minutes=1 core=true
+# ## Before you begin
+#
+# Three questions about earlier lessons.
+
+# %% name="recap"
+recap("07")
 
 # %% [markdown] minutes=1 core=true
 # ## Is it wrong?

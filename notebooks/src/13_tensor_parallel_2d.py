@@ -12,6 +12,7 @@
 import torch
 
 from lessons_lib import Layout, Mesh, region, run
+from lessons_lib.grading import recap
 from lessons_lib.tensor_parallel import SCHEMES, Summa, TensorParallelLinear
 from lessons_lib.views import mesh_picture
 
@@ -29,6 +30,14 @@ def error(blocks, truth, layout):
     q = round(len(blocks) ** 0.5)
     joined = layout.join(blocks, {"row": q, "col": q})
     return f"{(joined - truth).norm() / truth.norm():.0e}"
+
+# %% [markdown] minutes=1 core=true
+# ## Before you begin
+#
+# Three questions about earlier lessons.
+
+# %% name="recap"
+recap("13")
 
 # %% [markdown] minutes=2 core=true
 # ## Everything cut both ways

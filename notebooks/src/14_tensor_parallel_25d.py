@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from lessons_lib import Layout, Mesh, region, run
+from lessons_lib.grading import recap
 from lessons_lib.layout import coordinates
 from lessons_lib.tensor_parallel import Summa, Tesseract, TensorParallelLinear
 from lessons_lib.views import layout_picture, mesh_picture
@@ -26,6 +27,14 @@ summa = Summa()  # lesson 13
 def error(blocks, truth, layout, sizes=SIZES):
     wholes = [layout.cut(truth, sizes, place) for place in coordinates(sizes)]
     return max(((x - whole).norm() / whole.norm()).item() for x, whole in zip(blocks, wholes))
+
+# %% [markdown] minutes=1 core=true
+# ## Before you begin
+#
+# Three questions about earlier lessons.
+
+# %% name="recap"
+recap("14")
 
 # %% [markdown] minutes=2 core=true
 # ## Two squares

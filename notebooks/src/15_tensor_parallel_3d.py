@@ -13,6 +13,7 @@
 import torch
 
 from lessons_lib import Layout, Mesh, run
+from lessons_lib.grading import recap
 from lessons_lib.tensor_parallel import Cube, CubeKept, tensor_parallel_linear
 from lessons_lib.views import cube_picture
 
@@ -29,6 +30,14 @@ def in_cube(product):
 def error(blocks, truth, layout):
     joined = layout.join(blocks, SIZES)
     return f"{(joined - truth).norm() / truth.norm():.0e}"
+
+# %% [markdown] minutes=1 core=true
+# ## Before you begin
+#
+# Three questions about earlier lessons.
+
+# %% name="recap"
+recap("15")
 
 # %% [markdown] minutes=2 core=true
 # ## A cube of ranks
@@ -116,7 +125,7 @@ result
 # C: its own 1/8, and 1/4 of all that is gathered or not yet scattered. In general 1/q³ at rest and 1/q² on top, while one layer
 # computes. A table that says "memory 1/p" speaks of the first.
 
-# %% [markdown] minutes=4 core=true
+# %% [markdown] minutes=3 core=true
 # ## Backward
 #
 # What was gathered forward is scattered backward, and the other way round. Three blocks, three gathers and two products:
