@@ -30,7 +30,8 @@ from exercises.build import (
     wrong_as_saved,
     wrong_as_written,
 )
-from lessons_lib import run
+from lessons_lib import Layout, Mesh, run
+from lessons_lib.cost.activations import kept_by_layer
 from lessons_lib.grading import check
 from lessons_lib.grading.catalogue import EXERCISES
 from notebooks.tooling.source import notebook_path, sources
@@ -179,6 +180,62 @@ def test_which_of_the_five_stop_and_which_is_wrong(id: str, monkeypatch: pytest.
     assert ending.measured.startswith("0 of" if id != "02-repair-2" else "3 of 3"), ending
 
 
+def test_the_numbers_in_the_text_of_03(capsys: pytest.CaptureFixture[str]) -> None:
+    text, names = solved("03_memory_and_time")
+    assert "by the meter 187200   by yours 187200" in capsys.readouterr().out
+    assert "y should be 0, the gradient of x 2, and that of the weight 0. The block runs twice" in text
+    assert (names["y"].item(), names["x"].grad.item(), names["w"].grad.item()) == (0, 2, 0)
+    assert len(names["times"]) == 2
+    assert "8 of 16 streams" in text
+    terms = kept_by_layer(names["config"], names["B"])
+    stream = terms["output of attention"]
+    assert terms["around the activation"] == 8 * stream
+    assert sum(terms.values()) == 16 * stream + terms["statistics of norms"] + terms["inside attention"]
+
+
+def test_the_numbers_in_the_text_of_04() -> None:
+    text, names = solved("04_data_parallel")
+    assert "Every number should be 2.5, in the shapes 2 x 2, 3, 5 and 1, after three calls" in text
+    shapes = [(2, 2), (3,), (5,), (1,)]
+    assert all(
+        torch.equal(gradient, torch.full(shape, 2.5))
+        for values in names["tried"].values
+        for gradient, shape in zip(values, shapes, strict=True)
+    )
+    assert [event.n_elements for event in names["tried"].trace.collectives(0)] == [1, 7, 6]
+    assert "for gradients of 4, 3, 5 and 1 elements and buckets of 6 these are 4 + 3, and 5 + 1" in text
+
+
+def test_the_numbers_in_the_text_of_05() -> None:
+    text, names = solved("05_zero_1")
+    assert "the peak should stay well below five vectors; plain data parallel training takes six" in text
+    W, X, Y, serially = names["W"], names["X"], names["Y"], names["serially"]
+    others = W.nbytes + X.nbytes + Y.nbytes
+    assert (names["tried"].trace.peak_bytes(0) - others) / W.nbytes < 4
+    assert all((w - serially(3)).norm() < 1e-12 * W.norm() for w in names["tried"].values)
+
+    def replicated(w: torch.Tensor, x: Any, y: Any) -> None:
+        dp = Mesh(dp=8)["dp"]
+        w = torch.nn.Parameter(w.clone())
+        optimizer = torch.optim.Adam([w], lr=0.1, eps=0.1)
+        for _ in range(3):
+            w.grad = dp.all_reduce(x[dp.rank].T @ (x[dp.rank] @ w.detach() - y[dp.rank]))
+            optimizer.step()
+
+    plain = run(replicated, W, X.split(3), Y.split(3), ranks=8, record=("memory",))
+    assert round((plain.trace.peak_bytes(0) - others) / W.nbytes) == 6
+
+
+def test_the_numbers_in_the_text_of_06() -> None:
+    text, names = solved("06_zero_2_and_3")
+    tried, L, X, W = names["tried"], names["L"], names["X"], names["WS"][0]
+    assert "about 67 µs" in text and round(tried.trace.timeline.makespan * 1e6) == 67
+    assert (torch.cat(tried.values) - names["Y"]).norm() < 1e-12 * names["Y"].norm()
+    assert "Six quarters of its own and two whole layers: three and a half" in text
+    layers = (tried.trace.peak_bytes(0) - X.nbytes) / W.nbytes - L
+    assert 3.5 <= layers <= 3.5 + 3 * X.numel() / W.numel()
+
+
 def test_the_numbers_in_the_text_of_08() -> None:
     text, names = solved("08_tensor_parallel_1d")
     assert "f gives 1, and backward 4; g gives 4, and backward 1" in text
@@ -192,6 +249,54 @@ def test_the_numbers_in_the_text_of_08() -> None:
     assert [event.kind for event in tried.trace.events if event.rank == 0] == ["all_reduce"]
     assert all(float(error) < 1e-12 for error in tried.values)
     assert "Five of the seven communicate" in text
+
+
+def test_the_numbers_in_the_text_of_07() -> None:
+    text, names = solved("07_layouts")
+    tried = {
+        (source, target): run(names["try_redistribute"], Layout(source), Layout(target), ranks=4)
+        for source in names["SOURCES"]
+        for target in names["TARGETS"]
+    }
+    assert all(all(each.values) for each in tried.values())
+    sent = {pair: each.trace.bytes_sent(0) // 8 for pair, each in tried.items()}
+    assert "of 96. Your smallest bill from a cut should be 18, and the largest of all 144" in text
+    assert names["X"].numel() == 96 and max(sent.values()) == 144
+    assert min(n for (source, target), n in sent.items() if "@" in source and source != target) == 18
+    assert "Of the twelve, five send nothing: three from a copy, and two from a cut to itself" in text
+    free = [pair for pair, n in sent.items() if n == 0]
+    assert len(free) == 5 and len([source for source, _ in free if source == "B D"]) == 3
+    assert "Rank 0 holds 6 rows and all columns before, all rows and 6 columns after" in text
+    assert run(names["try_grid"], ranks=4).values == [((12, 6), True)] * 4
+
+
+def test_the_numbers_in_the_text_of_13() -> None:
+    text, names = solved("13_tensor_parallel_2d")
+    assert "Rank 0 should send 112 elements" in text
+    assert run(names["try_summa"], ranks=9).trace.bytes_sent(0) == 112 * 8
+    assert "twice what it sent forward, 224" in text
+    assert run(names["try_backward"], ranks=9).trace.bytes_sent(0) == 224 * 8
+
+
+def test_the_numbers_in_the_text_of_14() -> None:
+    text, names = solved("14_tensor_parallel_25d")
+    assert "every number of dgain and of dbias is the number of rows, 36" in text
+    for dgain, dbias in run(names["try_norm"], ranks=12).values:
+        assert dgain.tolist() == dbias.tolist() == [36] * 4
+    dxs, dws, dbiases = zip(*run(names["try_linear"], ranks=12).values, strict=True)
+    W, X, dY, error = (names[name] for name in ("W", "X", "dY", "error"))
+    errors = [error(dxs, dY @ W.T, names["LAYOUTS"]["X"]), error(dws, X.T @ dY, names["LAYOUTS"]["W"])]
+    errors.append(error(dbiases, dY.sum(0), Layout("F@col")))
+    assert all(float(each) < 1e-12 for each in errors)
+
+
+def test_the_numbers_in_the_text_of_15() -> None:
+    text, names = solved("15_tensor_parallel_3d")
+    assert "16 of the 128 elements of H, 12 of the 96 of Z" in text
+    assert [(h.numel(), z.numel()) for h, z in run(names["try_pair"], ranks=8).values] == [(16, 12)] * 8
+    assert (names["B"] * names["F"], names["B"] * names["D"]) == (128, 96)
+    assert "Three collectives forward and five backward" in text
+    assert len(run(names["try_cube"], ranks=8).trace.collectives(0)) == 3 + 5
 
 
 @pytest.mark.parametrize(

@@ -960,5 +960,5 @@ def test_check_notes_progress():
     assert noted["passed"]
     table = records.progress()
     assert table.records[0]["state"] == "passed" and table.records[1]["state"] == "not begun"
-    assert "1 of 15 exercises passed, 10 of 125 points" in str(table)
+    assert "1 of 28 exercises passed, 10 of 250 points" in str(table)
     assert "relay" in table._repr_mimebundle_()["text/html"]

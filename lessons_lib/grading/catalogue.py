@@ -5,12 +5,38 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from lessons_lib.errors import RefusedError
-from lessons_lib.grading import lesson_00, lesson_01, lesson_02, lesson_08
+from lessons_lib.grading import (
+    lesson_00,
+    lesson_01,
+    lesson_02,
+    lesson_03,
+    lesson_04,
+    lesson_05,
+    lesson_06,
+    lesson_07,
+    lesson_08,
+    lesson_13,
+    lesson_14,
+    lesson_15,
+)
 from lessons_lib.grading.exercise import Exercise
 
 EXERCISES: dict[str, Exercise] = {
     exercise.id: exercise
-    for lesson in (lesson_00, lesson_01, lesson_02, lesson_08)
+    for lesson in (
+        lesson_00,
+        lesson_01,
+        lesson_02,
+        lesson_03,
+        lesson_04,
+        lesson_05,
+        lesson_06,
+        lesson_07,
+        lesson_08,
+        lesson_13,
+        lesson_14,
+        lesson_15,
+    )
     for exercise in lesson.EXERCISES
 }
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lessons_lib import mesh as meshes
 from lessons_lib.errors import RunTimeoutError
-from lessons_lib.grading.exercise import Axis
+from lessons_lib.grading.exercise import Axis, WholeMesh, tensors_in
 from lessons_lib.grading.job import TRIAL_S, Call, Job
 from lessons_lib.mesh import Mesh
 from lessons_lib.spmd import _torch_internals, by_value, launcher, rank_group
@@ -121,7 +121,7 @@ def _tried(functions: dict[str, Callable[..., Any]], call: Call) -> dict[str, An
     """Run a trial and say what came out, in numbers and text."""
     step = partial(_on_a_rank, functions[call.function], dict(call.sizes), call.args, call.upstream)
     packed = by_value.pack(step, ())
-    asked = Request(len(call.args), packed, call.function, None, ("memory",), TRIAL_S, 0, call.turns)
+    asked = Request(len(call.args), packed, call.function, call.machine, ("memory",), TRIAL_S, 0, call.turns)
     result = launcher.run_threads(asked)
     error = result.error
     return {
@@ -132,6 +132,7 @@ def _tried(functions: dict[str, Callable[..., Any]], call: Call) -> dict[str, An
         "notes": [*result.notes, *result.questions],
         "events": [_event(event) for event in result.trace.events],
         "seconds": result.seconds,
+        "done_s": result.trace.timeline.makespan,
     }
 
 
@@ -147,7 +148,8 @@ def _on_a_rank(
     mesh = Mesh(**sizes)
     given = pickle.loads(args[mesh.rank])
     mine = [mesh[arg.name] if isinstance(arg, Axis) else arg for arg in given]
-    tensors = [arg for arg in mine if isinstance(arg, Tensor)]
+    mine = [mesh if isinstance(arg, WholeMesh) else arg for arg in mine]
+    tensors = [tensor for _, tensor in tensors_in(enumerate(mine))]
     for tensor in tensors:
         tensor.detach()  # the meter sees it
     peaks = {}
@@ -171,7 +173,7 @@ def _on_a_rank(
                 y.backward(dy)
                 peaks["backward"] = _peak(begun)
         gradients = [tensor.grad for tensor in tensors if tensor.requires_grad]
-    before = [arg for arg in pickle.loads(args[mesh.rank]) if isinstance(arg, Tensor)]
+    before = [tensor for _, tensor in tensors_in(enumerate(pickle.loads(args[mesh.rank])))]
     with torch.no_grad():
         changed = [n for n, (old, new) in enumerate(zip(before, tensors, strict=True)) if not _same(old, new)]
     return {
@@ -201,7 +203,7 @@ def _told(value: Any) -> dict[str, Any]:
     if value is None or value is ...:
         return {"nothing": True}
     if isinstance(value, bool | int | float):
-        return {"dtype": type(value).__name__, "shape": [], "data": float(value)}
+        return {"dtype": type(value).__name__, "shape": [], "data": [float(value)]}
     if not isinstance(value, Tensor):
         return {"what": type(value).__name__}
     dtype = str(value.dtype).removeprefix("torch.")

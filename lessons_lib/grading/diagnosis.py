@@ -104,7 +104,7 @@ def _unusable(told: Sequence[Told], output: Output, trial: Trial) -> str:
 
 def _dtype(told: Sequence[Told], output: Output) -> str:
     for rank, each in enumerate(told):
-        if each["dtype"] not in ("float64", "float"):
+        if each["dtype"] not in ("float64", "float", "int"):
             return (
                 f"{output.name} on rank {rank} is {each['dtype']}, and float64 went in: "
                 "make new tensors with empty_like or new_empty"
@@ -133,7 +133,7 @@ def _shape(found: Sequence[Tensor], expected: Sequence[Tensor], output: Output) 
     rank = next(r for r, (a, b) in enumerate(zip(found, expected, strict=True)) if a.shape != b.shape)
     have, want = found[rank], expected[rank]
     shapes = f"shape {tuple(have.shape)} on rank {rank}, and {tuple(want.shape)} was asked"
-    if have.T.shape == want.shape and have.dim() == 2 and _equal(have.T, want):
+    if have.dim() == 2 and have.T.shape == want.shape and _equal(have.T, want):
         return f"{output.name} is transposed: {shapes}"
     if output.whole is not None and have.shape == output.whole.shape:
         right = "the serial answer, whole" if _equal(have, output.whole.detach()) else "a whole tensor"
@@ -181,6 +181,8 @@ def _multiple(found: Sequence[Tensor], expected: Sequence[Tensor], wrong: Sequen
             return f"exactly 1/{p} of the right value {where} ({size}): an average where a sum belongs?"
         if abs(factor - p * p) < 1e-9:
             return f"exactly {p * p} times too large {where} ({size} squared): were two sums too many?"
+    if [each.numel() for each in expected] == [1]:  # a number is always a multiple of another
+        return ""
     return f"exactly {factor:.6g} times the right value {where}"
 
 
@@ -193,6 +195,9 @@ def _unknown(
 ) -> str:
     errors = {rank: relative_error(found[rank], expected[rank]) for rank in wrong}
     worst = max(errors, key=lambda rank: errors[rank])
+    if told[worst]["dtype"] == "int":
+        have, want = found[worst].item(), expected[worst].item()
+        return f"{output.name} is {have:,.16g} on rank {worst}, where {want:,.16g} is right"
     if errors[worst] < LIKE_FLOAT32:
         return _dtype(told, output) or (
             f"{output.name} is nearly right: relative error {errors[worst]:.0e}, as in float32; "

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lessons_lib.layout import coordinates
+from lessons_lib.layout import Layout, coordinates
+from lessons_lib.machines import Machine
 from lessons_lib.timeline import Event, elements_sent
 
 FLOAT64_BYTES = 8
@@ -37,6 +39,11 @@ class Axis(NamedTuple):
 
 
 @dataclass(frozen=True)
+class WholeMesh:
+    """Stands among the arguments of a trial for its mesh."""
+
+
+@dataclass(frozen=True)
 class Output:
     """A tensor that a trial brings back."""
 
@@ -51,9 +58,14 @@ class Output:
 class Budget:
     """The best known traffic of a trial, in elements of 8 bytes."""
 
-    total: int  # sent by all ranks together; less is impossible
+    total: int  # sent by all ranks together
     busiest: int  # sent by the rank that sends most
     why: str  # one clause: what has to be sent
+    possible: int | None = None  # less than this is impossible; less than the total, if it is not given
+
+    @property
+    def least(self) -> int:
+        return self.total if self.possible is None else self.possible
 
     @classmethod
     def nothing(cls, why: str) -> Budget:
@@ -65,6 +77,24 @@ class Budget:
         p = sizes[axis]
         sent = [elements_sent(kind, n_elements, p, rank) for rank in range(p)]
         return cls(sum(sent) * (len(coordinates(sizes)) // p), max(sent), why)
+
+    @classmethod
+    def even(
+        cls, sent: int | Fraction, sizes: Mapping[str, int], why: str, possible: int | None = None
+    ) -> Budget:
+        """``sent`` elements by every rank."""
+        if Fraction(sent).denominator != 1:
+            raise ValueError(f"{sent} elements by every rank: draw sizes that divide evenly")
+        return cls(int(sent) * len(coordinates(sizes)), int(sent), why, possible)
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A machine whose clock counts in a trial, and when on it the last rank is done at the latest."""
+
+    machine: Machine
+    most_s: float
+    why: str  # what one may have to do to be in time
 
 
 Rule = Callable[["Trial", Sequence[Event]], str]  # what is wrong with the communication, or nothing
@@ -88,6 +118,9 @@ class Trial:
     budgets: Mapping[str, Budget] = field(default_factory=dict)  # by phase, "forward" and "backward"
     wholes: Mapping[str, int] = field(default_factory=dict)  # elements of tensors no rank may hold whole
     spare: int = 0  # elements a rank may work on, besides its arguments and results
+    too_much: str = ""  # what it is, most likely, where a rank holds more
+    metered: Sequence[str] = ("forward", "backward")  # phases in which it counts what a rank holds
+    deadline: Deadline | None = None
     rules: Sequence[Rule] = ()
 
     @property
@@ -179,6 +212,40 @@ def _stub(function: Callable[..., Any]) -> str:
     lines = [f'{lines[0]}"""'] if len(lines) == 1 else [*lines, '"""']
     body = [f"    {line}".rstrip() for line in (*lines, "...")]
     return "\n".join([f"def {function.__name__}({parameters}):", *body])
+
+
+def tensors_in(named: Iterable[tuple[Any, Any]]) -> list[tuple[str, Tensor]]:
+    """The tensors among arguments that have names, and those in lists among them.
+
+    >>> [name for name, _ in tensors_in([("x", torch.ones(1)), ("n", 3), ("ws", [torch.ones(1)] * 2)])]
+    ['x', 'ws[0]', 'ws[1]']
+    """
+    found = []
+    for name, value in named:
+        if isinstance(value, Tensor):
+            found.append((str(name), value))
+        elif isinstance(value, list):
+            found += tensors_in((f"{name}[{at}]", each) for at, each in enumerate(value))
+    return found
+
+
+def each_block(layout: Layout, whole: Tensor, sizes: Mapping[str, int]) -> list[Tensor]:
+    """The block of every rank, in rank order."""
+    return [layout.cut(whole, sizes, place) for place in coordinates(sizes)]
+
+
+def sums_along(terms: Sequence[Tensor], sizes: Mapping[str, int], axes: Sequence[str]) -> list[Tensor]:
+    """The sum of every rank's term over the ranks that differ from it in ``axes`` alone.
+
+    >>> terms = [torch.tensor(float(rank)) for rank in range(4)]
+    >>> [total.item() for total in sums_along(terms, {"row": 2, "col": 2}, ["col"])]
+    [1.0, 1.0, 5.0, 5.0]
+    """
+    kept = [tuple(place[axis] for axis in place if axis not in axes) for place in coordinates(sizes)]
+    return [
+        torch.stack([term for term, other in zip(terms, kept, strict=True) if other == mine]).sum(0)
+        for mine in kept
+    ]
 
 
 def sizes_text(sizes: Mapping[str, int], **dims: int) -> str:

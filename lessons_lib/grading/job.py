@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lessons_lib.machines import Machine
+
 TRIAL_S = 5.0  # after which a trial that still runs is stopped, and the line it is at is told
 
 
@@ -17,6 +19,7 @@ class Call:
     args: list[bytes]  # by rank, so that no rank has the tensors of the others
     upstream: list[bytes] | None
     turns: int  # the seed of the order in which ranks take turns
+    machine: Machine | None = None  # whose clock counts
 
 
 @dataclass(frozen=True)

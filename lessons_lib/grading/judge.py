@@ -12,14 +12,14 @@ from math import isfinite
 from typing import Any
 
 from lessons_lib.grading.diagnosis import TOLERANCE, complaint, largest_error
-from lessons_lib.grading.exercise import FLOAT64_BYTES, Claim, Exercise, Trial
+from lessons_lib.grading.exercise import FLOAT64_BYTES, Claim, Exercise, Trial, tensors_in
 from lessons_lib.grading.job import TRIAL_S
 from lessons_lib.grading.report import Line
 from lessons_lib.grading.sandbox import Outcome
 from lessons_lib.timeline import Event, Where
 
 Told = Mapping[str, Any]
-COUNTED = ("traffic", "memory", "no deadlock")  # claims that are about no output
+COUNTED = ("traffic", "memory", "time", "no deadlock")  # claims that are about no output
 NOWHERE = Where("", 0, "")
 OUT_OF_MEMORY = "it asked for more than the 1 GiB of memory that a check allows"
 
@@ -33,6 +33,7 @@ def judge(exercise: Exercise, trials: Sequence[Trial], outcome: Outcome) -> list
     counted = {
         "traffic": lambda claim: _traffic_line(judged, claim, all_right),
         "memory": lambda claim: _memory_line(judged, claim, all_right),
+        "time": lambda claim: _time_line(judged, claim, all_right),
         "no deadlock": lambda claim: _deadlock_line(judged, claim, some_right),
     }
     lines = iter(values)
@@ -140,7 +141,7 @@ def _results(told: Told, number: int, trial: Trial) -> list[Mapping[str, Any]]:
 
 
 def _n_gradients(trial: Trial) -> int:
-    return sum(getattr(arg, "requires_grad", False) for arg in trial.args[0])
+    return sum(tensor.requires_grad for _, tensor in tensors_in(enumerate(trial.args[0])))
 
 
 def _argument_changed(exercise: Exercise, trial: Trial, told: Told, number: int) -> str:
@@ -149,12 +150,8 @@ def _argument_changed(exercise: Exercise, trial: Trial, told: Told, number: int)
     for rank, value in enumerate(told["values"]):
         if value and value["changed"]:
             function = exercise.functions[exercise.names.index(trial.function)]
-            tensors = [
-                name
-                for name, arg in zip(function.__code__.co_varnames, trial.args[rank], strict=False)
-                if hasattr(arg, "requires_grad")
-            ]
-            name = tensors[value["changed"][0]]
+            named = zip(function.__code__.co_varnames, trial.args[rank], strict=False)
+            name, _ = tensors_in(named)[value["changed"][0]]
             return (
                 f"{trial.function} changed its argument {name} on rank {rank}: work on a copy, {name}.clone()"
             )
@@ -168,7 +165,7 @@ def _written_down(judged: _Judged, function: str, number: int) -> str:
         if trial.function != function:
             continue
         numbers = [each.get("data") for each in _results(told, number, trial)]
-        shapes = [[getattr(arg, "shape", arg) for arg in args] for args in trial.args]
+        shapes = [list(map(_without_numbers, args)) for args in trial.args]
         flat = [number for each in numbers for number in each or ()]
         if any(flat) and all(map(isfinite, flat)):  # zeros, or no numbers at all, are other mistakes
             if (shapes, numbers) in seen:
@@ -178,6 +175,11 @@ def _written_down(judged: _Judged, function: str, number: int) -> str:
                 )
             seen.append((shapes, numbers))
     return ""
+
+
+def _without_numbers(arg: Any) -> Any:
+    """An argument with shapes in place of its tensors."""
+    return [each.shape for each in arg] if isinstance(arg, list) else getattr(arg, "shape", arg)
 
 
 # ---- what is counted ----
@@ -227,9 +229,9 @@ def _traffic_complaint(trial: Trial, told: Told) -> str:
     for phase, budget in trial.budgets.items():
         sent, events = _sent(told, phase, trial.n_ranks), _events(told, phase)
         where = "" if list(trial.budgets) == ["forward"] else f"{phase}, "
-        total, least = sum(sent), FLOAT64_BYTES * budget.total
-        if total < least:
-            what = "nothing was sent" if not total else f"only {total:,} of {least:,} bytes were sent"
+        total, least, possible = sum(sent), FLOAT64_BYTES * budget.total, FLOAT64_BYTES * budget.least
+        if total < possible:
+            what = "nothing was sent" if not total else f"only {total:,} of {possible:,} bytes were sent"
             return f"{where}{what}, and {budget.why}"
         for rule in trial.rules:
             broken = rule(trial, events)
@@ -290,6 +292,8 @@ def _memory_line(judged: _Judged, claim: Claim, all_right: bool) -> Line:
     for trial, told in judged.finished():
         for rank, value in enumerate(told["values"]):
             for phase, peak in value["peaks"].items():
+                if phase not in trial.metered:
+                    continue
                 most = trial.most_bytes(rank)
                 share = peak / most
                 if share > worst[0]:
@@ -298,10 +302,26 @@ def _memory_line(judged: _Judged, claim: Claim, all_right: bool) -> Line:
                     whole, _ = _whole_gathered(trial, _events(told, phase))
                     held = f"{peak:,} bytes besides its arguments, and {most:,} are plenty"
                     what = f"rank {rank} held " + (f"the whole of {whole}: {held}" if whole else held)
+                    if trial.too_much:
+                        what += f". {trial.too_much}"
                     if all_right:
                         what = f"right numbers, but {what}"
                     return Line.failed(claim, f"{trial.function} with {trial.facts}: {what}", *worst[1:])
     return _once_right(judged, claim, all_right, *worst[1:])
+
+
+def _time_line(judged: _Judged, claim: Claim, all_right: bool) -> Line:
+    """When the last rank was done, on the virtual clock of the trial's machine."""
+    measured, best = "", ""
+    for trial, told in judged.finished():
+        if trial.deadline is None:
+            continue
+        done, most = 1e6 * told["done_s"], 1e6 * trial.deadline.most_s
+        measured, best = f"{done:.1f} µs on a virtual clock", f"≤ {most:.1f} µs"
+        if done > most and all_right:
+            why = f"it took {done:.1f} µs, and {most:.1f} are enough: {trial.deadline.why}"
+            return Line.failed(claim, f"{trial.function} with {trial.facts}: {why}", measured, best)
+    return _once_right(judged, claim, all_right, measured, best)
 
 
 def _deadlock_line(judged: _Judged, claim: Claim, some_right: bool) -> Line:

@@ -18,6 +18,7 @@ from lessons_lib.grading.exercise import (
     Output,
     Trial,
     sizes_text,
+    sums_along,
 )
 from lessons_lib.layout import Layout, coordinates
 from lessons_lib.mesh import Group
@@ -146,12 +147,7 @@ class Setting:
 
     def sums(self, terms: Sequence[Tensor], axes: Sequence[str] = ("tp",)) -> list[Tensor]:
         """The sum of every rank's term over the ranks that differ from it in ``axes`` alone."""
-        places = coordinates(self.sizes)
-        kept = [tuple(place[axis] for axis in place if axis not in axes) for place in places]
-        return [
-            torch.stack([term for term, other in zip(terms, kept, strict=True) if other == mine]).sum(0)
-            for mine in kept
-        ]
+        return sums_along(terms, self.sizes, axes)
 
     def mistaken(self, terms: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
         """What goes wrong where the terms of the ranks have to be added up over tp."""

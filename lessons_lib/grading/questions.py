@@ -9,8 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+import torch
+from torch import nn
+
+from lessons_lib.cost.activations import kept
+from lessons_lib.cost.flops import model_flops_per_token
+from lessons_lib.cost.memory import ESTIMATES, RECIPES, model_states, saving
+from lessons_lib.data_parallel.replicated import fill_buckets
+from lessons_lib.data_parallel.stages import padded, traffic
 from lessons_lib.grading.exercise import Draw
 from lessons_lib.layout import Layout, coordinates
+from lessons_lib.machines import machine
+from lessons_lib.models.gpt import GPTConfig
+from lessons_lib.redistribute import redistribution
 from lessons_lib.rings import _doubling
 from lessons_lib.spmd.doctor import find_cycle
 from lessons_lib.tensor_parallel import SCHEMES
@@ -125,6 +136,64 @@ def _average_of_averages(draw: Draw) -> Made:
     )
 
 
+def _bytes_of_states(draw: Draw) -> Made:
+    billions, name = draw.between(2, 70), draw.random.choice(("mixed adam", "mixed momentum", "mixed sgd"))
+    parts, optimizer = RECIPES[name], {"adam": "Adam", "momentum": "momentum", "sgd": "SGD"}[name.split()[1]]
+    return (
+        f"{billions} B parameters are trained in mixed precision with {optimizer}; gradients have 2 bytes. "
+        "How many GB are weights, gradients and optimizer together?",
+        billions * parts.total,
+        f"{parts.parameters} + {parts.gradients} + {parts.state} bytes for a parameter; the optimizer has a "
+        "master copy of 4",
+    )
+
+
+def _kept_inputs(draw: Draw) -> Made:
+    config = GPTConfig(L=draw.between(2, 24), H=8, D=128 * draw.between(2, 8), S=128 * draw.between(2, 8))
+    B = draw.between(1, 8)
+    return (
+        f"A GPT with L={config.L}, D={config.D}, S={config.S} runs every block again in backward. How many "
+        f"MB do the blocks keep for B={B} sequences, with 2 bytes a number?",
+        kept(config, B, itemsize=2, recompute="full")["layers"] / 1e6,
+        f"of each block its input: L B S D numbers, {config.L} x {B} x {config.S} x {config.D} x 2 bytes",
+    )
+
+
+def _step_seconds(draw: Draw) -> Made:
+    billions, tokens = draw.between(1, 13), 100_000 * draw.between(2, 20)
+    flops = tokens * int(model_flops_per_token(billions * 10**9, L=0, D=0, S=0))
+    return (
+        f"{billions} B weights, {tokens:,} tokens, an H100 at its 989 TFLOP/s: how many seconds does a step "
+        "take, without attention's scores?",
+        machine("1xH100").compute_s(flops),
+        "6 operations for each weight and token, 2 forward and 4 backward, over 989e12",
+    )
+
+
+def _gradient_bytes(draw: Draw) -> Made:
+    p, m, millions = draw.random.choice((2, 4, 8)), draw.between(2, 6), 4 * draw.between(5, 90)
+    return (
+        f"{p} replicas of {millions} M parameters, gradients of 2 bytes, {m} micro-batches that are "
+        "accumulated. How many MB does each rank send in a step?",
+        2 * float(ring_traffic("all_reduce", millions, p)),
+        f"one all-reduce of all gradients, with the last micro-batch: 2 x {p - 1}/{p} x {2 * millions} MB",
+    )
+
+
+def _buckets(draw: Draw) -> Made:
+    n, size, room = draw.between(5, 12), draw.between(2, 9), draw.between(10, 25)
+    with torch.device("meta"):
+        megabytes = torch.zeros(size, dtype=torch.int8)
+        parameters = [nn.Parameter(megabytes, requires_grad=False) for _ in range(n)]
+    each = -(-room // size)
+    return (
+        f"{n} parameters of {size} MB each go into buckets that close once they hold {room} MB or more. How "
+        "many buckets are sent?",
+        len(fill_buckets(parameters, bucket_bytes=room)),
+        f"{each} of them fill a bucket: {n}/{each}, rounded up",
+    )
+
+
 def _linear_traffic(name: str, direction: str) -> Callable[[Draw], Made]:
     def make(draw: Draw) -> Made:
         p = draw.random.choice((2, 4))
@@ -155,6 +224,143 @@ def _row_block(draw: Draw) -> Made:
     )
 
 
+def _bill(source: str, target: str) -> Callable[[Draw], Made]:
+    def make(draw: Draw) -> Made:
+        p = draw.random.choice((2, 4, 8))
+        rows, columns = p * draw.between(2, 5), p * draw.between(6, 9)
+        steps = redistribution(Layout(source), Layout(target), (rows, columns), {"tp": p})
+        size = f"{rows} x {columns}"
+        return (
+            f"A tensor of {size} elements lies as {source} on {p} ranks and shall lie as {target}. "
+            "How many elements does each rank send, at the least?",
+            float(sum(step.sent for step in steps)),
+            f"one {' and one '.join(step.kind for step in steps)}: see the table of lesson 07, with {size} "
+            "elements",
+        )
+
+    return make
+
+
+def _row_of_rank(draw: Draw) -> Made:
+    sizes = {"i": draw.between(2, 3), "k": draw.between(2, 4)}
+    at = {"i": draw.between(1, sizes["i"] - 1), "k": draw.between(1, sizes["k"] - 1)}
+    return (
+        f"On Mesh(i={sizes['i']}, k={sizes['k']}) a tensor lies as B@k@i. Which block, counted from 0, has "
+        "the rank "
+        f"at i={at['i']}, k={at['k']}?",
+        Layout("B@k@i").block(sizes, at)[0],
+        f"k cuts first: {at['k']} x {sizes['i']} + {at['i']}",
+    )
+
+
+def _grid_traffic(direction: str) -> Callable[[Draw], Made]:
+    def make(draw: Draw) -> Made:
+        q = draw.between(2, 4)
+        B, D, F = (q * draw.between(low, low + 2) for low in (6, 2, 9))
+        answer = float(SCHEMES["2d"].traffic(B, D, F, {"row": q, "col": q})[direction])
+        once = f"q-1 blocks of X and as many of W: {q - 1} x ({B // q} x {D // q} + {D // q} x {F // q})"
+        return (
+            f"SUMMA on a {q} x {q} grid, B={B}, D={D}, F={F}: how many elements does each rank send in the "
+            f"{direction}?",
+            answer,
+            once if direction == "forward" else f"two products, each {once}",
+        )
+
+    return make
+
+
+def _weights_of_a_layer(draw: Draw) -> Made:
+    q, d = draw.between(2, 3), draw.between(2, 4)
+    D, F = q * draw.between(3, 6), q * draw.between(7, 9)
+    return (
+        f"W has D={D} rows and F={F} columns, on a 2.5D mesh of depth={d} and {q} x {q}. "
+        "How many elements of it does a rank hold?",
+        prod(SCHEMES["2.5d"].W.local_shape((D, F), {"depth": d, "row": q, "col": q})),
+        f"each layer has a whole W, so depth does not count: {D}/{q} x {F}/{q}",
+    )
+
+
+def _sum_over_depth(draw: Draw) -> Made:
+    q, d = 2, draw.between(2, 4)
+    sizes = {"depth": d, "row": q, "col": q}
+    B, D, F = q * d * 3, q * d * draw.between(1, 3), q * draw.between(4, 9)
+    layer = float(SCHEMES["2d"].traffic(B // d, D, F, {"row": q, "col": q})["backward"])
+    return (
+        f"2.5D on depth={d} and {q} x {q}, D={D}, F={F}: how many elements does each rank send for the sum "
+        "of dW "
+        "over depth?",
+        float(SCHEMES["2.5d"].traffic(B, D, F, sizes)["backward"]) - layer,
+        f"an all-reduce of a block of W: 2 x {d - 1}/{d} x {D // q} x {F // q}",
+    )
+
+
+def _share_of_a_cube(draw: Draw) -> Made:
+    q = draw.between(2, 4)
+    B, D = q * q * draw.between(2, 5), q * draw.between(3, 9)
+    return (
+        f"X has {B} rows and {D} columns, on a cube of {q} x {q} x {q} ranks. How many elements of it does "
+        "a rank "
+        "hold at rest?",
+        prod(SCHEMES["3d"].X.local_shape((B, D), dict.fromkeys("ijk", q))),
+        f"it is cut by all three axes: {B} x {D} / {q**3}",
+    )
+
+
+def _cube_traffic(draw: Draw) -> Made:
+    q = draw.between(2, 3)
+    B, D, F = (q * q * n for n in draw.different(2, 6, 3))
+    return (
+        f"A 3D linear on {q} x {q} x {q} ranks, B={B}, D={D}, F={F}: how many elements does each rank send "
+        "in the "
+        "forward?",
+        float(SCHEMES["3d"].traffic(B, D, F, dict.fromkeys("ijk", q))["forward"]),
+        f"to gather X and W and to scatter Y: {q - 1}/{q**3} of each",
+    )
+
+
+def _updated_by_a_rank(draw: Draw) -> Made:
+    p = draw.between(3, 8)
+    n = draw.indivisible(50, 400, p)
+    return (
+        f"The {n} parameters of a model lie in one flat vector, which ZeRO 1 cuts evenly over {p} ranks. "
+        "How long is a rank's piece?",
+        padded(n, p) // p,
+        f"padded with zeros to {padded(n, p)}, and cut in {p}",
+    )
+
+
+def _saved_by_zero_1(draw: Draw) -> Made:
+    p = draw.between(2, 40)
+    return (
+        f"Mixed precision with Adam, 2 + 2 + 12 bytes a parameter. With ZeRO 1 on {p} ranks, how many times "
+        "less of it does a rank store?",
+        float(saving(1, p)),
+        f"only the 12 are cut: 16 / (4 + 12/{p})",
+    )
+
+
+def _sent_by_zero_3(draw: Draw) -> Made:
+    p, n, m = draw.random.choice((2, 4, 8)), 8 * draw.between(1, 12), draw.between(1, 4)
+    batches = "one micro-batch" if m == 1 else f"{m} micro-batches"
+    return (
+        f"{n} million parameters, ZeRO 3 on {p} ranks, {batches} in a step. How many million elements does "
+        "each rank send?",
+        float(sum(traffic(3, n, p, m).values())),
+        f"in each micro-batch two gathers and a reduce-scatter: {m} x 3 x {p - 1}/{p} x {n}",
+    )
+
+
+def _stored_by_a_stage(draw: Draw) -> Made:
+    stage, p, billions = draw.between(2, 3), draw.random.choice((4, 8, 16, 64)), draw.between(2, 70)
+    whole, cut, _ = ESTIMATES["paper", stage]
+    return (
+        f"{billions} B parameters in mixed precision with Adam, 2 + 2 + 12 bytes each. How many GB of them "
+        f"does a rank hold with ZeRO {stage} on {p} ranks?",
+        float(sum(model_states(billions, stage, p).values())),
+        f"{whole} bytes are copies and {cut} are cut: {billions} x ({whole} + {cut}/{p})",
+    )
+
+
 QUESTIONS: dict[str, Callable[[Draw], Made]] = {  # the first two digits are the lesson's
     "00-all-reduce-bytes": _all_reduce_bytes,
     "00-rank-of-place": _rank_of_place,
@@ -164,9 +370,27 @@ QUESTIONS: dict[str, Callable[[Draw], Made]] = {  # the first two digits are the
     "01-tree-rounds": _tree_rounds,
     "02-who-waits": _who_waits,
     "02-average-of-averages": _average_of_averages,
+    "07-partial-to-cut": _bill("B D +tp", "B@tp D"),
+    "07-cut-to-cut": _bill("B@tp D", "B D@tp"),
+    "07-order-of-axes": _row_of_rank,
+    "03-bytes-of-states": _bytes_of_states,
+    "03-kept-inputs": _kept_inputs,
+    "03-step-seconds": _step_seconds,
+    "04-gradient-bytes": _gradient_bytes,
+    "04-buckets": _buckets,
+    "05-padded-piece": _updated_by_a_rank,
+    "05-saving": _saved_by_zero_1,
+    "06-bytes-sent": _sent_by_zero_3,
+    "06-stored": _stored_by_a_stage,
     "08-column-backward": _linear_traffic("column", "backward"),
     "08-row-forward": _linear_traffic("row", "forward"),
     "08-row-block": _row_block,
+    "13-summa-forward": _grid_traffic("forward"),
+    "13-summa-backward": _grid_traffic("backward"),
+    "14-weights": _weights_of_a_layer,
+    "14-sum-over-depth": _sum_over_depth,
+    "15-share": _share_of_a_cube,
+    "15-forward": _cube_traffic,
 }
 
 

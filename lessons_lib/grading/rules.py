@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lessons_lib.grading.exercise import Trial
-from lessons_lib.timeline import Event
+from lessons_lib.layout import coordinates
+from lessons_lib.timeline import Event, ranks_text
 
 
 def no_collective(trial: Trial, events: Sequence[Event]) -> str:
@@ -89,4 +90,20 @@ def something_is_sent(trial: Trial, events: Sequence[Event]) -> str:
     """The numbers of other ranks can only have come by communication."""
     if trial.n_ranks > 1 and not any(event.bytes_sent for event in events):
         return "no rank has sent a byte; on a cluster nothing else brings numbers from one rank to another"
+    return ""
+
+
+def along_one_axis(trial: Trial, events: Sequence[Event]) -> str:
+    """Ranks talk only to ranks that differ from them in one coordinate of the mesh."""
+    places = coordinates(trial.sizes)
+    for event in events:
+        members = event.members if event.peer is None else (event.rank, event.peer)
+        differ = [axis for axis in trial.sizes if len({places[rank][axis] for rank in members}) > 1]
+        if len(differ) > 1:
+            axes = " or ".join(f'mesh["{axis}"]' for axis in trial.sizes)
+            return (
+                f"{event.kind} went over {ranks_text(list(members))}, which differ in "
+                f"{' and '.join(differ)}; "
+                f"only along one axis at a time, {axes}"
+            )
     return ""

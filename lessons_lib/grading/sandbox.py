@@ -94,6 +94,7 @@ def _call(trial: Trial, turns: int) -> Call:
         [pickle.dumps(args) for args in trial.args],
         None if trial.upstream is None else [pickle.dumps(each) for each in trial.upstream],
         turns,
+        None if trial.deadline is None else trial.deadline.machine,
     )
 
 
