@@ -1,7 +1,7 @@
 """Judges what a child told: one line of the table for every claim of the exercise.
 
-Values come first. What is counted, bytes, memory, waiting, earns its points once the numbers are right: a
-function that does nothing sends nothing too much.
+Values come first. What is counted, bytes, memory, time, waiting, earns its points once the numbers are
+right: a function that does nothing sends nothing too much.
 """
 
 from __future__ import annotations
