@@ -29,7 +29,7 @@ selfcheck: .venv/course ## say what works on this machine, and what to do about 
 
 .PHONY: test
 test: .venv/tests ## set up and run the tests
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 .PHONY: check
 check: lint types layers lessons exercises slow oracles browser ## everything else: lint, types, layers, lessons, exercises, slow tests

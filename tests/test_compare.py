@@ -50,7 +50,7 @@ def tesseract(q: int, d: int) -> Way:
 # ---- counted is said
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 4, 8, 9, 16, 18, 27])
+@pytest.mark.parametrize("n_ranks", [1, 2, 4, 8, 9, 16, 18, pytest.param(27, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tokens, h", [(1, 1), (3, 1), (1, 2)])
 def test_every_way_costs_what_its_formulas_say(n_ranks: int, tokens: int, h: int) -> None:
     for each in ways(n_ranks):
@@ -113,7 +113,10 @@ def test_what_64_ranks_send_for_a_layer() -> None:
     }
 
 
-@pytest.mark.parametrize("n_ranks, h, at", [(4, 8, 12.0), (9, 90, 3.3), (16, 160, 1.9)])
+@pytest.mark.parametrize(
+    "n_ranks, h, at",
+    [(4, 8, 12.0), (9, 90, 3.3), pytest.param(16, 160, 1.9, marks=pytest.mark.slow)],
+)
 def test_where_2d_begins_to_win_is_found_by_counting(n_ranks: int, h: int, at: float) -> None:
     one, two = way("1D", n_ranks), way("2D", n_ranks)
     found = crossover(one, two, h)
@@ -206,7 +209,7 @@ def test_comparison_is_of_counted_bills() -> None:
         (way("3D kept", 27), ring, published_3d(3)),
         *((tesseract(q, d), hops, published_2_5d(q, d)) for q, d in ((2, 1), (2, 2), (3, 2), (2, 3), (4, 2))),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_colossal_ai_s_table(each: Way, convention, published: Fraction) -> None:
     """Per linear, forward and backward, X, W and Y of one element: and without the sum over depth."""
