@@ -417,6 +417,14 @@ what_of_them.reveal(
 # ZeRO cuts what is *copied*. Activations are no copies. They shrink with fewer rows per rank, by computing them again
 # (lesson 03), or when they are cut themselves, by tensor and sequence parallelism (08 and 10).
 
+# %% [markdown] core=true
+# All of it in one picture, and every tick is a run. **Which control shortens the bar that no stage of ZeRO touches?**
+
+# %% name="memory-explorer"
+from lessons_lib.widgets import memory_explorer
+
+memory_explorer(ranks="4", sequences=2)
+
 # %% [markdown] minutes=3 core=true
 # ## The table of the paper
 #

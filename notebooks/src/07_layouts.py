@@ -280,6 +280,14 @@ print(bills(32, 8, 16, wish="B@tp F", wish_on_grid="B@row@col F"))
 # %% name="grid-rows-picture"
 layout_picture(Layout("B@row@col F"), (B, F), {"row": 2, "col": 2}, name="Y")
 
+# %% [markdown] core=true
+# Any product, any layouts: choose how X and W lie and how you want Y, and read the cheapest way and its bill.
+
+# %% name="bill-explorer"
+from lessons_lib.widgets import layout_bill_explorer
+
+layout_bill_explorer()
+
 # %% [markdown] minutes=2 core=true
 # ## The same in production
 #

@@ -170,6 +170,14 @@ for name, step, multiply in (
 # %% name="held-picture"
 run(held, Summa().forward, 2, ranks=4, record=("memory",), machine="4xH100")
 
+# %% [markdown] core=true
+# Follow one rank through the steps: of Y, and of dX and dW, which come next.
+
+# %% name="stepper"
+from lessons_lib.widgets import scheme_stepper
+
+scheme_stepper("2D on 3 x 3", result="Y", stage=2, rank=4)
+
 # %% [markdown] minutes=4 core=true
 # ## Backward
 #

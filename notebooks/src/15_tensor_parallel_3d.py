@@ -299,6 +299,14 @@ for tokens, h in ((16384, 4096), (4096, 4096), (256, 8192)):
 # How to choose, then: 1D inside one box, as long as activations fit. Many ranks and activations or weights that must not be whole
 # anywhere: 2D or 3D; 2.5D for very many tokens. And always with your own h / (b·s).
 
+# %% [markdown] core=true
+# Bytes against memory for any of these: dots up to 16 ranks are counted runs. **When is 1D on the frontier?**
+
+# %% name="frontier"
+from lessons_lib.widgets import bytes_memory_explorer
+
+bytes_memory_explorer(ranks="8", tokens="1/4 h")
+
 # %% [markdown] minutes=2 core=true
 # ## The same in production
 #
