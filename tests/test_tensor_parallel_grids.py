@@ -22,6 +22,7 @@ from lessons_lib.tensor_parallel import (
     Tesseract,
     tensor_parallel_linear,
 )
+from lessons_lib.tensor_parallel.grids import grid
 from lessons_lib.tensor_parallel.panels import panels, reduce_each
 from lessons_lib.tensor_parallel.scheme import blocks
 from tests.serial_layer import (
@@ -616,3 +617,48 @@ def test_a_shard_of_the_wrong_width_is_named(name):
     ) as refused:
         run(step, ranks=n_ranks(sizes))
     assert not refused.value.run.trace.events
+
+
+# ---- how many ranks
+
+
+@pytest.mark.parametrize(
+    "scheme, n_ranks, depth, sizes",
+    [
+        ("2d", 9, 1, {"row": 3, "col": 3}),
+        ("2d", 1, 1, {"row": 1, "col": 1}),
+        ("3d", 8, 1, {"i": 2, "j": 2, "k": 2}),
+        ("3d", 27, 1, {"i": 3, "j": 3, "k": 3}),
+        ("2.5d", 8, 2, {"depth": 2, "row": 2, "col": 2}),
+        ("2.5d", 18, 2, {"depth": 2, "row": 3, "col": 3}),
+    ],
+)
+def test_world_sizes_that_fit(scheme, n_ranks, depth, sizes):
+    """S35."""
+    assert grid(scheme, n_ranks, depth) == sizes
+    assert set(sizes) == set(SCHEMES[scheme].axes)
+
+
+@pytest.mark.parametrize("n_ranks, depth", [(12, 3), (16, 4)])
+def test_more_layers_than_rows_are_warned_of(n_ranks, depth):
+    """S35."""
+    with pytest.warns(UserWarning, match=f"depth={depth} and q=2: more layers than a grid has rows"):
+        assert grid("2.5d", n_ranks, depth) == {"depth": depth, "row": 2, "col": 2}
+
+
+@pytest.mark.parametrize(
+    "scheme, n_ranks, depth, words",
+    [
+        ("2d", 6, 1, r"2d needs q x q ranks, and 6 is not that. Nearest: 4 \(2 x 2\) or 9 \(3 x 3\)"),
+        ("2d", 8, 1, r"Nearest: 4 \(2 x 2\) or 9 \(3 x 3\)"),
+        ("3d", 4, 1, r"Nearest: 1 \(1 x 1 x 1\) or 8 \(2 x 2 x 2\)"),
+        ("3d", 12, 1, r"Nearest: 8 \(2 x 2 x 2\) or 27 \(3 x 3 x 3\)"),
+        ("2.5d", 8, 1, r"8 is not 1 squares. With 8 ranks: depth=2 \(q=2\), depth=8 \(q=1\)"),
+        ("2.5d", 12, 2, r"With 12 ranks: depth=3 \(q=2\), depth=12 \(q=1\)"),
+        ("4d", 8, 1, "no scheme is called '4d'"),
+    ],
+)
+def test_world_sizes_that_do_not_fit(scheme, n_ranks, depth, words):
+    """S35."""
+    with pytest.raises(RefusedError, match=words):
+        grid(scheme, n_ranks, depth)
