@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import nbformat
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -33,7 +32,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from jupyter_client.manager import start_new_kernel
-from nbclient import NotebookClient
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,6 +59,7 @@ from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.process_rank import Account
 from lessons_lib.timeline import Where
 from tests import test_collectives, test_doctor, test_trace
+from tests.cells import executed, failed, printed
 from tests.test_collectives import COLLECTIVES, DTYPES, data, same
 from tests.test_doctor import DEADLOCKS, MISMATCHES, batched, even_odd, with_isend
 
@@ -1512,26 +1511,7 @@ CELLS = {
 @pytest.fixture(scope="module")
 def cells() -> dict[str, Any]:
     """Outputs of CELLS, executed one after the other in one ipykernel."""
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()])
-    client = NotebookClient(
-        book,
-        timeout=60,
-        kernel_name="python3",
-        allow_errors=True,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(ROOT)}},
-    )
-    client.execute()
-    return dict(zip(CELLS, book.cells, strict=True))
-
-
-def printed(cell: Any, name: str = "stdout") -> str:
-    return "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == name)
-
-
-def failed(cell: Any) -> str:
-    (error,) = (out for out in cell.outputs if out.output_type == "error")
-    return "\n".join(error.traceback)
+    return executed(CELLS)
 
 
 @pytest.mark.slow

@@ -22,13 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 import torch.distributed as dist
-from nbclient import NotebookClient
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from tqdm import tqdm
@@ -41,6 +39,7 @@ from lessons_lib.errors import (
     RunTimeoutError,
 )
 from lessons_lib.spmd import output
+from tests.cells import executed, failed, printed
 
 ROOT = Path(__file__).parents[1]
 
@@ -1075,26 +1074,7 @@ CELLS = {
 @pytest.fixture(scope="module")
 def cells() -> dict[str, Any]:
     """Outputs of CELLS, executed one after the other in one ipykernel."""
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()])
-    client = NotebookClient(
-        book,
-        timeout=60,
-        kernel_name="python3",
-        allow_errors=True,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(ROOT)}},
-    )
-    client.execute()
-    return dict(zip(CELLS, book.cells, strict=True))
-
-
-def printed(cell: Any, name: str = "stdout") -> str:
-    return "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == name)
-
-
-def failed(cell: Any) -> str:
-    (error,) = (out for out in cell.outputs if out.output_type == "error")
-    return "\n".join(error.traceback)
+    return executed(CELLS)
 
 
 def test_a_cells_functions_closures_and_classes_run(cells: dict[str, Any]) -> None:

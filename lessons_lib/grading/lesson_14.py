@@ -222,9 +222,7 @@ EXERCISES = (
         ),
         trials=_linear_trials,
         hints=(
-            "Which axes cut the rows of dY? Each of the three gradients either has these rows or is a sum "
-            "over "
-            "them.",
+            "Which axes cut the rows of dY? Each gradient has these rows, or is a sum over them.",
             "Summa().backward has added up over the grid's rows already, and knows nothing of depth. "
             "Nobody has added up dbias yet.",
             'dX as it comes; mesh["depth"].all_reduce(dw); and dy.sum(0), all-reduced over row and over '
