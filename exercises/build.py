@@ -38,6 +38,7 @@ PROJECT = Path(__file__).parents[1]
 FOLDER = PROJECT / "exercises"
 sys.path += [str(PROJECT / "notebooks")] * (str(PROJECT / "notebooks") not in sys.path)
 
+from tooling.side_by_side import check_side_by_side  # noqa: E402
 from tooling.source import has_tag, notebook_path, read, sources  # noqa: E402
 
 from lessons_lib.grading.catalogue import EXERCISES  # noqa: E402
@@ -284,9 +285,7 @@ def check_all(lessons: list[Path], folder: Path) -> int:
     wrong = [f"{path.name}: has no source in src" for path in folder.glob("*.ipynb") if path not in built]
     graded = {cell.id for source in sources(folder) for cell in filter(is_grade, instructor(source).cells)}
     wrong += [f"{id}: no notebook has this exercise" for id in EXERCISES if id not in graded]
-    for source in lessons:
-        print(source.stem, flush=True)
-        wrong += [f"{source.stem}: {sentence}" for sentence in check(source)]
+    wrong += check_side_by_side(check, lessons)
     for sentence in wrong:
         print(f"WRONG in {sentence}")
     print(f"{len(lessons)} exercises checked, {len(wrong)} problems")

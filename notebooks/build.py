@@ -17,6 +17,7 @@ import nbformat
 from tooling.check import check, is_stale
 from tooling.execute import CellFailedError, execute
 from tooling.saved import clean
+from tooling.side_by_side import check_side_by_side
 from tooling.source import notebook_path, read, sources
 
 FOLDER = Path(__file__).parent
@@ -48,9 +49,7 @@ def build_all(lessons: list[Path], force: bool) -> int:
 
 def check_all(lessons: list[Path], orphans: list[Path]) -> int:
     wrong = [f"{path.name}: has no source in src" for path in orphans]
-    for source in lessons:
-        print(source.stem, flush=True)
-        wrong += [f"{source.stem}: {sentence}" for sentence in check(source)]
+    wrong += check_side_by_side(check, lessons)
     for sentence in wrong:
         print(f"WRONG in {sentence}")
     print(f"{len(lessons)} lessons checked, {len(wrong)} problems")

@@ -140,6 +140,8 @@ def errors(values):
 
 # %% name="network-run"
 zero_3 = run(network, Borrowed.apply, ranks=4, machine=GPUS, record=("memory",))
+
+# %% name="network-seen"
 can_it.reveal(
     f"error of all gradients {errors(zero_3.values):.0e}; a rank holds {zero_3.values[0][0].numel() / D**2} of a layer",
     answer="B",

@@ -18,15 +18,14 @@ from lessons_lib.views import layout_picture
 
 B, D, F = 6, 8, 32  # rows, model width, feed-forward width
 torch.manual_seed(0)
-X, W1, W2 = (torch.randn(*shape, dtype=torch.float64) for shape in ((B, D), (D, F), (F, D)))
+X, W1, W2, dY2 = (torch.randn(*shape, dtype=torch.float64) for shape in ((B, D), (D, F), (F, D), (B, D)))
 
 def error(ours, truth):
     return f"{(ours - truth).norm() / truth.norm():.0e}"
 
 how_many = predict("How many all-reduces does one training step of this MLP need?",
     A="four, one behind each matrix, forward and backward", B="two, one forward and one backward",
-    C="one, forward; where forward sent nothing, backward sends nothing",
-    D="none, each rank has its own part of the work")
+    C="one, forward: nothing sent there, nothing sent back", D="none, each rank does its own part")
 
 # %% [markdown] minutes=3 core=true
 # ## Before you begin
@@ -67,6 +66,7 @@ def by_columns():
     w1 = Layout("D F@tp").shard(W1, mesh)
     return X @ w1
 
+# %% name="by-columns-run"
 columns = run(by_columns, ranks=4)
 joined = torch.cat(columns.values, dim=1)
 print("a rank has", tuple(columns.values[0].shape), "  all together", tuple(joined.shape))
@@ -147,13 +147,12 @@ print("Y, summed ", error(y_summed, H @ W2))
 # And backward? Each rank then has all of dY. **Guess:** what must be sent?
 
 # %% name="rows-backward"
-dY2 = torch.randn(B, D, dtype=torch.float64)
-
 def rows_backward():
     mesh = Mesh(tp=4)
     h, w2 = Layout("B F@tp").shard(H, mesh), Layout("F@tp D").shard(W2, mesh)
     return h.T @ dY2, dY2 @ w2.T
 
+# %% name="rows-backward-run"
 result = run(rows_backward, ranks=4)
 dw2, dh = (torch.cat(blocks, dim) for blocks, dim in zip(zip(*result.values), (0, 1)))
 print("dW2", error(dw2, H.T @ dY2), "  dH", error(dh, dY2 @ W2.T), "  bytes", result.trace.bytes_sent(0))
@@ -205,6 +204,7 @@ def pair():
     h = gelu(X @ w1)
     return mesh["tp"].all_reduce(h @ w2)
 
+# %% name="pair-run"
 run(pair, ranks=4)
 
 # %% [markdown] minutes=1 core=true
@@ -299,7 +299,7 @@ how_many.reveal(
 # Both are of the size of X. The wide H is never sent, and never whole on any rank.
 
 # %% [markdown] minutes=1 core=true
-# ## Break it: all-reduce both ways
+# ### Break it: all-reduce both ways
 #
 # "An all-reduce forward, so an all-reduce backward" sounds right, and PyTorch's differentiable `all_reduce` does so.
 # Here as `sum_sum` in place of *g*. **Guess:** what becomes of Y, and what of the gradients?
@@ -410,7 +410,7 @@ for name, sizes in (("column", (B, D, F)), ("row", (B, F, D))):
 print("counted:", {way: by_library.trace.bytes_sent(0, way) // 8 for way in ("forward", "backward")})
 
 # %% [markdown] minutes=1 core=true
-# ## The same in production
+# ### The same in production
 #
 # PyTorch calls the two `ColwiseParallel` and `RowwiseParallel`. The same layers, on the same ranks:
 

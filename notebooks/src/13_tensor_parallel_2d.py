@@ -28,8 +28,7 @@ def on_grid(multiply, q):
 
 def error(blocks, truth, layout):
     q = round(len(blocks) ** 0.5)
-    joined = layout.join(blocks, {"row": q, "col": q})
-    return f"{(joined - truth).norm() / truth.norm():.0e}"
+    return f"{(layout.join(blocks, {'row': q, 'col': q}) - truth).norm() / truth.norm():.0e}"
 
 # %% [markdown] minutes=1 core=true
 # ## Before you begin

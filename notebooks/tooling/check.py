@@ -6,6 +6,9 @@ Each function yields sentences that name the notebook's cell; no sentence means 
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -43,6 +46,9 @@ def wrong_as_written(lesson: NotebookNode) -> Iterator[str]:
         yield f"the median of its code cells is {median(lengths):g} lines; at most {MEDIAN_LINES}"
     if not any(has_tag(cell, "setup") for cell in code):
         yield 'no code cell is tagged as the setup cell: # %% tags=["setup"]'
+    for heading, cells in alone(lesson):
+        if missing := names_missing("\n".join(cell.source for cell in cells)):
+            yield f'section "{heading}" alone after the setup cell: has no {", ".join(missing)}'
 
 
 def wrong_as_saved(lesson: NotebookNode, path: Path) -> Iterator[str]:
@@ -114,18 +120,33 @@ def few_pictures(cells: list[NotebookNode]) -> Iterator[NotebookNode]:
 
 def wrong_alone(lesson: NotebookNode, folder: Path) -> Iterator[str]:
     """Does every section run with nothing but the setup cell before it? Who fell behind joins there."""
-    setup = next((cell for cell in lesson.cells if has_tag(cell, "setup")), None)
-    for heading, code in sections(lesson.cells):
-        cells = [cell for cell in code if cell is not setup]
-        if not cells:
-            continue
+    for heading, cells in alone(lesson):
         start = time.perf_counter()
         try:
-            execute(code_cells([setup, *cells] if setup else cells), folder)
+            execute(code_cells(cells), folder)
         except CellFailedError as error:
             yield f'section "{heading}" alone after the setup cell: {error}'
         else:
             print(f"  {time.perf_counter() - start:.1f} s {heading}, alone")
+
+
+def alone(lesson: NotebookNode) -> Iterator[tuple[str, list[NotebookNode]]]:
+    """Yield (heading, code cells) of every section, the setup cell first."""
+    setup = next((cell for cell in lesson.cells if has_tag(cell, "setup")), None)
+    for heading, code in sections(lesson.cells):
+        if cells := [cell for cell in code if cell is not setup]:
+            yield heading, [setup, *cells] if setup else cells
+
+
+def names_missing(code: str) -> list[str]:
+    """The names that ``code`` uses and nothing in it defines.
+
+    >>> names_missing("x = 1\\nprint(x + y)")
+    ['y']
+    """
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=json", "-"]
+    found = subprocess.run(ruff, input=code, capture_output=True, text=True).stdout
+    return sorted({finding["message"].split("`")[1] for finding in json.loads(found)})
 
 
 def code_cells(cells: list[NotebookNode]) -> list[NotebookNode]:
