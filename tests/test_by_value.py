@@ -138,3 +138,8 @@ def test_an_async_function_is_refused():
 
     with pytest.raises(RefusedError, match="an async function would return a coroutine"):
         run(step, ranks=2)
+
+
+def test_a_module_of_a_class_of_its_own_travels_by_name():
+    """``torch.ops`` is one: a function that mentions it was refused."""
+    assert run(lambda: torch.ops.aten.add(torch.ones(2), 1).tolist(), ranks=2).values == [[2.0, 2.0]] * 2

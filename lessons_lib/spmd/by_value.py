@@ -8,8 +8,10 @@ copied fast; and what cannot be copied is named.
 from __future__ import annotations
 
 import collections
+import importlib
 import io
 import pickle
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -46,10 +48,17 @@ class _Pickler(cloudpickle.Pickler):
         self.classes: list[type] = []
 
     def reducer_override(self, thing: Any) -> Any:
+        if _is_module_of_another_class(thing) and sys.modules.get(thing.__name__) is thing:
+            return importlib.import_module, (thing.__name__,)
         reduced = super().reducer_override(thing)
         if isinstance(thing, type) and reduced is not NotImplemented:
             self.classes.append(thing)  # a class of the notebook: others are found by their name
         return reduced
+
+
+def _is_module_of_another_class(thing: Any) -> bool:
+    """A module such as ``torch.ops``, which cloudpickle would take apart."""
+    return isinstance(thing, types.ModuleType) and type(thing) is not types.ModuleType
 
 
 def _pack(thing: Any) -> Packed:
