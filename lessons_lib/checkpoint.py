@@ -53,8 +53,7 @@ from lessons_lib.data_parallel.unit import Stretch
 from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout
 from lessons_lib.mesh import Mesh
-from lessons_lib.tensor_parallel import TensorParallelLinear
-from lessons_lib.tensor_parallel.linear import parameter_layouts
+from lessons_lib.plan import Stored, stored, whole
 
 RECORD = "checkpoint.json"
 FORMAT = 1
@@ -67,6 +66,7 @@ class Piece(NamedTuple):
 
     block: Tensor
     layout: Layout
+    n_padding: int = 0  # rows at the end of the whole that stand for nothing, and are not saved
 
 
 class Part(NamedTuple):
@@ -83,6 +83,7 @@ class Parts(NamedTuple):
     shape: tuple[int, ...]  # of the block
     dtype: torch.dtype
     layout: Layout
+    n_padding: int = 0
 
 
 State = Mapping[str, Piece | Parts]
@@ -113,17 +114,18 @@ def pieces(model: nn.Module, optimizer: Optimizer | Zero | None = None) -> dict[
     ['model.weight', 'optimizer.weight.step', 'optimizer.weight.exp_avg', 'optimizer.weight.exp_avg_sq']
 
     Shapes are the serial model's, whatever the plan: the block of a tensor-parallel weight, which lies as a
-    piece of W [D, F], is shown transposed, as ``nn.Linear`` has it. An optimizer that has done no step has no
+    piece of W [D, F], is shown transposed, as ``nn.Linear`` has it, and words that pad a vocabulary are left
+    out. A parameter with two names is saved once. An optimizer that has done no step has no
     moments yet; it is given those of a step by a gradient of 0, which changes no parameter.
 
     ZeRO shares out flat vectors. A stretch of one is up to three rectangles of a matrix, and is saved as
     those: the files are the same, whatever the stage and the number of ranks, and padding is in none.
     """
-    layouts = _parameter_layouts(model)
+    how = stored(model)
     if isinstance(optimizer, Zero):
-        return _pieces_of_zero(model, optimizer, layouts)
+        return _pieces_of_zero(model, optimizer, how)
     state: dict[str, Piece | Parts] = {
-        f"model.{name}": _piece(name, p, layouts) for name, p in model.named_parameters()
+        f"model.{name}": _piece(p, how[name]) for name, p in model.named_parameters()
     }
     if optimizer is None:
         return state
@@ -132,55 +134,39 @@ def pieces(model: nn.Module, optimizer: Optimizer | Zero | None = None) -> dict[
         for what, tensor in optimizer.state.get(parameter, {}).items():
             if isinstance(tensor, Tensor):
                 alike = tensor.shape == parameter.shape
-                piece = _piece(name, tensor, layouts) if alike else Piece(tensor, whole(tensor))
+                piece = _piece(tensor, how[name]) if alike else Piece(tensor, whole(tensor))
                 state[f"optimizer.{name}.{what}"] = piece
     return state
 
 
-def whole(tensor: Tensor) -> Layout:
-    """The layout of a tensor that every rank holds a copy of.
-
-    >>> whole(torch.zeros(2, 3))
-    Layout("dim0 dim1")
-    """
-    return Layout(" ".join(f"dim{at}" for at in range(tensor.ndim)))
-
-
-def _piece(name: str, tensor: Tensor, layouts: Mapping[str, Layout]) -> Piece:
+def _piece(tensor: Tensor, how: Stored) -> Piece:
     block = tensor.detach()
-    if name not in layouts:
-        return Piece(block, whole(block))
-    layout = layouts[name]
-    if name.endswith("weight"):  # W [D, F] here, and [F, D] in nn.Linear
-        flipped = zip(reversed(layout.dims), reversed(layout.cuts), strict=True)
-        return Piece(block.T, Layout.of(dict(flipped)))
-    return Piece(block, layout)
+    return Piece(block.T if how.turned else block, how.serial_layout(), how.n_padding)
 
 
-def _pieces_of_zero(model: nn.Module, zero: Zero, layouts: Mapping[str, Layout]) -> dict[str, Piece | Parts]:
+def _pieces_of_zero(model: nn.Module, zero: Zero, how: Mapping[str, Stored]) -> dict[str, Piece | Parts]:
     for unit in zero.units:
         _make_moments(unit.optimizer)
     shared = zero.state()
     state: dict[str, Piece | Parts] = {
-        f"model.{name}": _piece(name, p, layouts)
+        f"model.{name}": _piece(p, how[name])
         for name, p in model.named_parameters()
         if f"model.{name}" not in shared  # it is not trained
     }
     for name, part in shared.items():
-        state[name] = _parts(part, layouts) if isinstance(part, Stretch) else Piece(part, whole(part))
+        state[name] = _parts(part, how[part.name]) if isinstance(part, Stretch) else Piece(part, whole(part))
     return state
 
 
-def _parts(stretch: Stretch, layouts: Mapping[str, Layout]) -> Parts:
-    name, tensor, first, shape = stretch
-    _, layout = _piece(name, torch.empty(shape, device="meta"), layouts)
-    turned = -1 if name in layouts and name.endswith("weight") else 1  # as _piece does
+def _parts(stretch: Stretch, how: Stored) -> Parts:
+    _, tensor, first, shape = stretch
+    turned = -1 if how.turned else 1  # as _piece does
     found, at = [], 0
     for start, sizes in rectangles(shape, first, first + len(tensor)):
         block = tensor[at : at + prod(sizes)].view(sizes)
         found.append(Part(block.T if turned < 0 else block, start[::turned]))
         at += prod(sizes)
-    return Parts(tuple(found), tuple(shape[::turned]), tensor.dtype, layout)
+    return Parts(tuple(found), tuple(shape[::turned]), tensor.dtype, how.serial_layout(), how.n_padding)
 
 
 def rectangles(
@@ -208,16 +194,6 @@ def rectangles(
             for start, sizes in rectangles(shape[1:], inside, until - at * row):
                 yield (at, *start), (1, *sizes)
             first = until
-
-
-def _parameter_layouts(model: nn.Module) -> dict[str, Layout]:
-    """Each parameter that a scheme cuts, with its layout."""
-    return {
-        f"{prefix}.{name}".lstrip("."): layout
-        for prefix, layer in model.named_modules()
-        if isinstance(layer, TensorParallelLinear)
-        for name, layout in parameter_layouts(layer.scheme).items()
-    }
 
 
 def _make_moments(optimizer: Optimizer) -> None:
@@ -350,14 +326,18 @@ class _Save(DefaultSavePlanner):
 def _as_parts(piece: Piece | Parts) -> Parts:
     if isinstance(piece, Parts):
         return piece
-    block, layout = piece
-    return Parts((Part(block, (0,) * block.ndim),), tuple(block.shape), block.dtype, layout)
+    block, layout, n_padding = piece
+    return Parts((Part(block, (0,) * block.ndim),), tuple(block.shape), block.dtype, layout, n_padding)
 
 
 def _shapes(state: State, mesh: Mesh) -> dict[str, torch.Size]:
-    """Of the whole tensors."""
-    parts = {name: _as_parts(piece) for name, piece in state.items()}
-    return {name: torch.Size(p.layout.global_shape(p.shape, mesh.sizes)) for name, p in parts.items()}
+    """Of the whole tensors, without padding."""
+    return {name: _shape(_as_parts(piece), mesh) for name, piece in state.items()}
+
+
+def _shape(parts: Parts, mesh: Mesh) -> torch.Size:
+    shape = parts.layout.global_shape(parts.shape, mesh.sizes)
+    return torch.Size((shape[0] - parts.n_padding, *shape[1:])) if shape else torch.Size()
 
 
 def _blocks(state: State, mesh: Mesh) -> dict[tuple[str, torch.Size], Tensor]:
@@ -367,7 +347,12 @@ def _blocks(state: State, mesh: Mesh) -> dict[tuple[str, torch.Size], Tensor]:
         parts = _as_parts(piece)
         begin = _begin(name, parts, mesh)
         for block, start in parts.parts:
-            found[name, torch.Size(map(sum, zip(begin, start, strict=True)))] = block
+            at = torch.Size(map(sum, zip(begin, start, strict=True)))
+            if parts.n_padding:
+                block = block[: max(0, _shape(parts, mesh)[0] - at[0])]
+                if not len(block):
+                    continue
+            found[name, at] = block
     return found
 
 

@@ -110,6 +110,47 @@ def test_resumed_on_other_meshes_and_stages_is_unbroken(tmp_path):
     assert_same(found, expected, 1e-12)
 
 
+SCHEMES = [
+    dict(scheme="2d", tp=4),
+    dict(scheme="3d", tp=8),
+    dict(scheme="1d-sp", tp=3),
+    dict(dp=1, tp=1),
+]
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_one_scheme_saves_another_opens(tmp_path, tied):
+    """S14, S19: words that pad the vocabulary are in no file, and a tied weight is there once.
+
+    257 words are padded to 258, 260 and 258.
+    """
+    config = GPTConfig(L=1, H=6, D=12, S=6, V=257, dropout=0.1, tied=tied)
+    settings = replace(SMALL, config=config, dtype=torch.float64, n_sequences=4, steps=4, n_sample=5)
+    unbroken = trained(tmp_path / "unbroken", replace(settings, tp=1))
+    for at, mesh in enumerate(SCHEMES, start=1):
+        resumed = trained(tmp_path / "broken", replace(settings, **mesh), until=at)
+        assert resumed.n_before == at - 1
+        saved = latest(tmp_path / "broken").tensors
+        assert saved["model.embedding.weight"][0] == (257, 12) and ("model.head.weight" in saved) != tied
+    losses = torch.tensor([resumed.losses, unbroken.losses], dtype=torch.float64)
+    assert_same({"loss": losses[0]}, {"loss": losses[1]}, 1e-12)
+    assert_same(tensors_of(tmp_path / "broken"), tensors_of(tmp_path / "unbroken"), 1e-12)
+    assert resumed.sample == unbroken.sample
+
+
+def test_a_resumption_goes_on_by_the_scheme_that_was_saved(tmp_path, monkeypatch):
+    trained(
+        tmp_path,
+        replace(SMALL, config=replace(CONFIG, dropout=0.0), scheme="2d", tp=4, n_sequences=4),
+        until=2,
+    )
+    asked = []
+    monkeypatch.setattr(report, "report_training", lambda settings, picture: asked.append(settings) or 0)
+    for more in ("", "--scheme 1d --ranks 2"):
+        command.main(["--checkpoint", str(tmp_path), "--steps", "4", *more.split()])
+    assert [(settings.scheme, settings.tp) for settings in asked] == [("2d", 4), ("1d", 2)]
+
+
 @pytest.mark.parametrize(
     "mesh", [dict(dp=2, tp=1, zero=3), pytest.param(dict(dp=2, tp=2, zero=1), marks=pytest.mark.slow)]
 )
@@ -330,7 +371,7 @@ def test_a_rank_reads_its_own_blocks_and_nothing_else(tmp_path, monkeypatch):
 
     monkeypatch.setattr(FileSystemReader, "read_data", spied)
     trained(tmp_path, replace(SMALL, tp=4), until=2)
-    n_cut = 3 * 6 * CONFIG.L  # parameter and two moments; qkv, up: weight and bias; proj, down: weight
+    n_cut = 3 * (6 * CONFIG.L + 2)  # parameter and two moments; qkv, up and biases, proj, down; words twice
     for rank in range(4):
         mine = [path for reader, path, cut in read if reader == rank and cut]
         assert mine == [f"__{rank}_0.distcp"] * n_cut

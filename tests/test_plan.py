@@ -203,6 +203,7 @@ class QKVMajor(Attention):
     def __init__(self, attention):
         nn.Module.__init__(self)
         self.K, self.qkv, self.proj = attention.K, attention.qkv, attention.proj
+        self.n_sharing = attention.n_sharing
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.K)).permute(2, 0, 3, 1, 4)
@@ -309,8 +310,8 @@ def test_a_pattern_star_is_one_part_of_a_name():
         ),
         (  # it would train, each rank with a softmax over its own half of the vocabulary
             {"head": "column"},
-            'head leaves its output as "B F@tp", but what follows takes it whole: a vocabulary-parallel loss '
-            "is not here yet; leave head out of the plan.",
+            'head leaves its output as "B F@tp", but what follows takes it whole: leave head out of the plan'
+            ", or take one of PLANS, which cut the loss, too.",
         ),
         (
             {**GPT_1D, "head": "row"},

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lessons_lib._lazy import lazy
 
 if TYPE_CHECKING:
-    from lessons_lib.data_parallel.clip import clip, global_norm
+    from lessons_lib.data_parallel.clipping import clip, global_norm
     from lessons_lib.data_parallel.replicated import Bucketed, reduce_each
     from lessons_lib.data_parallel.rows import mean_over_ranks, rows_of_rank, total
     from lessons_lib.data_parallel.scaler import LossScaler
@@ -50,8 +50,8 @@ __getattr__, __dir__ = lazy(
         "Stage": ".stages",
         "Unit": ".unit",
         "Zero": ".zero",
-        "clip": ".clip",
-        "global_norm": ".clip",
+        "clip": ".clipping",
+        "global_norm": ".clipping",
         "mean_over_ranks": ".rows",
         "reduce_each": ".replicated",
         "rows_of_rank": ".rows",

@@ -289,5 +289,6 @@ def units_of(model: nn.Module) -> list[nn.Module]:
     return [
         unit
         for child in model.children()
+        if next(child.parameters(), None) is not None
         for unit in (units_of(child) if isinstance(child, containers) else [child])
     ]

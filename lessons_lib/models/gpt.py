@@ -2,11 +2,11 @@
 
 Every parallel method in this library trains this model, unchanged. Two habits make that possible:
 
-* The linear layers that hold nearly all of its weights are plain ``nn.Linear`` modules with names
-  (``blocks.3.attention.qkv``, ``blocks.3.mlp.down``, ...), so that a plan can replace them one by one.
+* Whatever holds weights, or would do something else with a part than with the whole, is a module with a name
+  (``blocks.3.attention.qkv``, ``norm``, ``cross_entropy``, ...), so that a plan can replace it.
 * No module remembers a size that a rank might own only a part of. Attention counts its heads in the
   tensor it is handed, so a rank that was given a quarter of the columns of ``qkv`` simply has a quarter
-  of the heads.
+  of the heads. Tokens and targets are few bytes, and every rank is given all of them.
 
 A module that adds to the residual stream says in ``branch`` which linear layers the data passes, in order;
 between two of them every column, or every head, is worked on alone. All else takes and leaves the stream.
@@ -28,6 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lessons_lib.errors import RefusedError
+from lessons_lib.models.dropout import Dropout
+
+IGNORED = -100  # a target that is none: its position has no loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class GPTConfig:
     """The sizes of a GPT.
 
     >>> config = GPTConfig(H=4)
-    >>> config.D, config.F, config.K
-    (128, 512, 32)
+    >>> config.D, config.F, config.K, config.G
+    (128, 512, 32, 4)
     """
 
     L: int = 8  # layers: transformer blocks
@@ -45,6 +48,8 @@ class GPTConfig:
     S: int = 64  # longest sequence, in tokens
     V: int = 256  # vocabulary: one token per byte
     dropout: float = 0.0  # share of the residual stream's increments set to zero in training
+    n_kv_heads: int | None = None  # heads of keys and values; None: each query head has its own
+    tied: bool = False  # whether the head's weight is the embedding's
 
     @property
     def F(self) -> int:
@@ -56,6 +61,11 @@ class GPTConfig:
         """Width of one attention head."""
         return self.D // self.H
 
+    @property
+    def G(self) -> int:
+        """Groups of query heads; those of a group share one head of keys and values."""
+        return self.H if self.n_kv_heads is None else self.n_kv_heads
+
     def __post_init__(self) -> None:
         for name in ("L", "H", "D", "S", "V"):
             if getattr(self, name) < 1:
@@ -65,6 +75,12 @@ class GPTConfig:
             raise RefusedError(
                 f"the model width D={self.D} cannot be shared out to H={self.H} heads; "
                 f"try H={', '.join(map(str, legal))}"
+            )
+        if self.G < 1 or self.H % self.G:
+            legal = [G for G in range(1, self.H + 1) if self.H % G == 0]
+            raise RefusedError(
+                f"H={self.H} query heads cannot share n_kv_heads={self.G} evenly; "
+                f"try n_kv_heads={', '.join(map(str, legal))}"
             )
 
 
@@ -79,9 +95,10 @@ class GPT(nn.Module):
     >>> round(model.loss(tokens, targets).item(), 1)         # log(256) is 5.5: it knows nothing yet
     5.6
 
-    Pre-LN transformer blocks, a learned position embedding, and a head that shares no weights with the
-    embedding. Source: Radford et al. 2019, section 2.3; two deviations: the head is a matrix of its own, and
-    dropout, where asked for, acts on what a block adds to the residual stream and on nothing else.
+    Pre-LN transformer blocks, a learned position embedding, and a head that shares its weight with the
+    embedding where ``config.tied`` says so. Source: Radford et al. 2019, section 2.3; two deviations: by
+    default the head is a matrix of its own, and dropout, where asked for, acts on what a block adds to the
+    residual stream and on nothing else.
     """
 
     def __init__(self, config: GPTConfig | None = None, seed: int = 0) -> None:
@@ -94,30 +111,40 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.L))
             self.norm = nn.LayerNorm(config.D)
             self.head = nn.Linear(config.D, config.V, bias=False)
+            self.cross_entropy = CrossEntropy(config)
         self.config = config
         self.to_empty(device=device)
+        if config.tied:
+            self.head.weight = self.embedding.weight
         initialize(self, config, seed)
 
-    def forward(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S V"]:
-        """Return the logits of the token that follows each position."""
+    def forward(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "b s v"]:
+        """Return the logits of the token that follows each position, or a rank's part of them."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def embed(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "b s d"]:
+        """Return the residual stream before the first block, or a rank's part of it."""
         S = tokens.shape[-1]
         if S > self.config.S:
             raise RefusedError(
                 f"a sequence of {S} tokens was given to a model with S={self.config.S} learned positions; "
                 f"cut it, or build GPTConfig(S={S})"
             )
-        x = self.embedding(tokens) + self.position(torch.arange(S, device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.embedding(tokens) + self.position(torch.arange(S, device=tokens.device))
 
     def loss(self, tokens: Int[Tensor, "B S"], targets: Int[Tensor, "B S"]) -> Float[Tensor, ""]:
-        """Return the cross entropy of ``targets``, in nats, as the mean over all B x S tokens."""
-        return functional.cross_entropy(self(tokens).flatten(0, -2), targets.flatten())
+        """Return the cross entropy of ``targets``, in nats, as the mean over all targets there are."""
+        return self.loss_sum(tokens, targets) / int((targets != IGNORED).sum())
 
     def loss_sum(self, tokens: Int[Tensor, "B S"], targets: Int[Tensor, "B S"]) -> Float[Tensor, ""]:
-        """Return the cross entropies of all tokens added up, for who divides by more tokens than these."""
-        return functional.cross_entropy(self(tokens).flatten(0, -2), targets.flatten(), reduction="sum")
+        """Return the cross entropies of all targets added up, for who divides by more than these.
+
+        A target of -100 (``IGNORED``) is none.
+        """
+        return self.cross_entropy(self(tokens), targets)
 
     @torch.no_grad()
     def generate(self, prompt: bytes, n: int, temperature: float = 1.0, seed: int = 0) -> bytes:
@@ -160,7 +187,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.D)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
@@ -170,33 +197,43 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention whose heads are wherever their columns are.
 
-    The output of ``qkv`` is head-major: ``[head][q|k|v][K]``. A contiguous piece of its columns that starts
-    at a multiple of 3 K therefore holds whole heads, each with its query, key and value. In the order
+    The output of ``qkv`` is group-major: ``[group][H/G queries, a key, a value][K]``, and with as many groups
+    as heads head-major, ``[head][q|k|v][K]``. A contiguous piece of its columns that starts at a multiple of
+    (H/G + 2) K therefore holds whole heads, each with its query, key and value. In the order
     ``[q|k|v][head][K]`` the first of two ranks would own every query, half of the keys and no value.
 
     >>> attention = Attention(GPTConfig(H=4, D=8))
     >>> attention.qkv, attention.K
     (Linear(in_features=8, out_features=24, bias=True), 2)
+    >>> Attention(GPTConfig(H=4, n_kv_heads=2, D=8)).qkv        # 4 heads of q, 2 of k, 2 of v
+    Linear(in_features=8, out_features=16, bias=True)
+
+    Source: Vaswani et al. 2017, section 3.2; Ainslie et al. 2023 (GQA), section 2.2.
     """
 
     branch: ClassVar = ("qkv", "proj")
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.K = config.K
-        self.qkv = nn.Linear(config.D, 3 * config.D)
+        self.K, self.n_sharing = config.K, config.H // config.G  # sizes of one group, which no rank divides
+        self.qkv = nn.Linear(config.D, (config.H + 2 * config.G) * config.K)
         self.proj = nn.Linear(config.D, config.D)
 
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
-        heads = self.qkv(x).unflatten(-1, (-1, 3, self.K))  # B S H 3 K, with as many heads as there are
-        q, k, v = heads.permute(3, 0, 2, 1, 4)  # each B H S K
+        groups = self.qkv(x).unflatten(-1, (-1, self.n_sharing + 2, self.K))  # B S G (H/G + 2) K
+        q, k, v = groups.split((self.n_sharing, 1, 1), dim=-2)
+        q, k, v = (heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v))  # B H S K, B G S K twice
         return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(-2))
 
     def attend(
-        self, q: Float[Tensor, "B h S K"], k: Float[Tensor, "B h S K"], v: Float[Tensor, "B h S K"]
+        self, q: Float[Tensor, "B h S K"], k: Float[Tensor, "B g S K"], v: Float[Tensor, "B g S K"]
     ) -> Float[Tensor, "B h S K"]:
-        """Let every position look at itself and those before it. No parameter takes part."""
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        """Let every position look at itself and those before it. No parameter takes part.
+
+        Query heads h/g by h/g, in order, look at one head of keys and values.
+        """
+        shared = q.shape[1] != k.shape[1]
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
 
 
 class MLP(nn.Module):
@@ -213,6 +250,19 @@ class MLP(nn.Module):
         return self.down(functional.gelu(self.up(x)))
 
 
+class CrossEntropy(nn.Module):
+    """The losses of all targets, added up."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.V = config.V
+
+    def forward(self, logits: Float[Tensor, "B S V"], targets: Int[Tensor, "B S"]) -> Float[Tensor, ""]:
+        return functional.cross_entropy(
+            logits.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=IGNORED
+        )
+
+
 @torch.no_grad()
 def initialize(model: nn.Module, config: GPTConfig, seed: int) -> None:
     """Fill the parameters of ``model``, each from a generator of its own, named by ``seed`` and its name.
@@ -223,6 +273,8 @@ def initialize(model: nn.Module, config: GPTConfig, seed: int) -> None:
     Source: Radford et al. 2019, section 2.3.
     """
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:  # a shape, which no number can fill
+            continue
         if parameter.ndim == 1:
             parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             continue

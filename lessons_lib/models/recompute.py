@@ -66,10 +66,13 @@ def keep_scores(model: GPT) -> GPT:
 
 
 def attend_by_scores(
-    q: Float[Tensor, "B h S K"], k: Float[Tensor, "B h S K"], v: Float[Tensor, "B h S K"]
+    q: Float[Tensor, "B h S K"], k: Float[Tensor, "B g S K"], v: Float[Tensor, "B g S K"]
 ) -> Float[Tensor, "B h S K"]:
     """Causal attention in three steps: scores, their softmax, the mean of v that it weighs."""
     S, K = q.shape[-2:]
+    n_sharing = q.shape[1] // k.shape[1]
+    if n_sharing > 1:
+        k, v = (heads.repeat_interleave(n_sharing, dim=1) for heads in (k, v))
     later = torch.ones(S, S, dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.mT / math.sqrt(K)).masked_fill(later, -math.inf)
     return scores.softmax(-1) @ v

@@ -48,7 +48,7 @@ class _Pickler(cloudpickle.Pickler):
         self.classes: list[type] = []
 
     def reducer_override(self, thing: Any) -> Any:
-        if _is_module_of_another_class(thing) and sys.modules.get(thing.__name__) is thing:
+        if isinstance(thing, types.ModuleType) and _is_taken_apart(thing):
             return importlib.import_module, (thing.__name__,)
         reduced = super().reducer_override(thing)
         if isinstance(thing, type) and reduced is not NotImplemented:
@@ -56,9 +56,9 @@ class _Pickler(cloudpickle.Pickler):
         return reduced
 
 
-def _is_module_of_another_class(thing: Any) -> bool:
-    """A module such as ``torch.ops``, which cloudpickle would take apart."""
-    return isinstance(thing, types.ModuleType) and type(thing) is not types.ModuleType
+def _is_taken_apart(module: types.ModuleType) -> bool:
+    """Whether cloudpickle would copy an imported module, as it does where its class is its own: torch.ops."""
+    return type(module) is not types.ModuleType and sys.modules.get(module.__name__) is module
 
 
 def _pack(thing: Any) -> Packed:

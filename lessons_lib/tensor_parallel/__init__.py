@@ -15,7 +15,9 @@ from lessons_lib._lazy import lazy
 if TYPE_CHECKING:
     from lessons_lib.tensor_parallel.cannon import Cannon
     from lessons_lib.tensor_parallel.column import Column
+    from lessons_lib.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
     from lessons_lib.tensor_parallel.cube import Cube, CubeKept
+    from lessons_lib.tensor_parallel.dropout import ParallelDropout, RandomStreams
     from lessons_lib.tensor_parallel.layer_norm import ParallelLayerNorm
     from lessons_lib.tensor_parallel.linear import TensorParallelLinear, tensor_parallel_linear
     from lessons_lib.tensor_parallel.row import Row
@@ -23,21 +25,38 @@ if TYPE_CHECKING:
     from lessons_lib.tensor_parallel.schemes import SCHEMES, VARIANTS
     from lessons_lib.tensor_parallel.summa import Summa
     from lessons_lib.tensor_parallel.tesseract import Tesseract
+    from lessons_lib.tensor_parallel.vocabulary import (
+        VOCABULARIES,
+        ParallelPositionEmbedding,
+        VocabParallelEmbedding,
+        VocabParallelHead,
+        Vocabulary,
+        padded,
+    )
 
 __all__ = [
     "SCHEMES",
     "VARIANTS",
+    "VOCABULARIES",
     "Cannon",
     "Column",
     "Cube",
     "CubeKept",
+    "ParallelDropout",
     "ParallelLayerNorm",
+    "ParallelPositionEmbedding",
     "PricedScheme",
+    "RandomStreams",
     "Row",
     "Scheme",
     "Summa",
     "TensorParallelLinear",
     "Tesseract",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "Vocabulary",
+    "padded",
     "tensor_parallel_linear",
 ]
 
@@ -51,12 +70,21 @@ __getattr__, __dir__ = lazy(
         "Cube": ".cube",
         "CubeKept": ".cube",
         "Row": ".row",
+        "ParallelDropout": ".dropout",
         "ParallelLayerNorm": ".layer_norm",
+        "RandomStreams": ".dropout",
         "PricedScheme": ".scheme",
         "Scheme": ".scheme",
         "Summa": ".summa",
         "Tesseract": ".tesseract",
         "TensorParallelLinear": ".linear",
         "tensor_parallel_linear": ".linear",
+        "VOCABULARIES": ".vocabulary",
+        "ParallelPositionEmbedding": ".vocabulary",
+        "VocabParallelCrossEntropy": ".cross_entropy",
+        "VocabParallelEmbedding": ".vocabulary",
+        "VocabParallelHead": ".vocabulary",
+        "Vocabulary": ".vocabulary",
+        "padded": ".vocabulary",
     },
 )

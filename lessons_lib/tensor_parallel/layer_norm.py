@@ -8,7 +8,9 @@ from fractions import Fraction
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
+from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout
 from lessons_lib.mesh import Mesh, copy_sum, sum_sum
 from lessons_lib.timeline import ring_traffic
@@ -50,6 +52,8 @@ def layer_norm(
     for cut in rows_cut:
         for axis in cut:
             weight, bias = copy_sum(weight, mesh[axis]), copy_sum(bias, mesh[axis])
+    if not columns:  # a row lies on one rank: torch's own kernel keeps only x and two numbers a row
+        return functional.layer_norm(x, (D,), weight, bias, eps)
     deviation = x - over_columns(x.sum(-1, keepdim=True))
     variance = over_columns(deviation.square().sum(-1, keepdim=True))
     return deviation * torch.rsqrt(variance + eps) * weight + bias
@@ -101,6 +105,12 @@ class ParallelLayerNorm(nn.Module):
         return cls(weight, bias, layout, mesh, norm.eps)
 
     def forward(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
+        if x.shape[-1] != len(self.weight):
+            raise RefusedError(
+                f"a norm whose input lies as {self.layout!r} has {len(self.weight)} columns of it on each "
+                f"rank of {self.mesh!r}; rank {self.mesh.rank} was given shape {tuple(x.shape)}. "
+                f"Is it whole? {self.layout!r}.shard(X, mesh) cuts it."
+            )
         return layer_norm(x, self.weight, self.bias, self.layout, self.mesh, self.eps)
 
     def extra_repr(self) -> str:

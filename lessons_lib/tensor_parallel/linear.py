@@ -72,7 +72,7 @@ class TensorParallelLinear(nn.Module):
     ``copy_sum`` adds these up.
 
     Input ``[..., d]``, output ``[..., f]``; the leading dims together are the scheme's B, and of several the
-    first is cut.
+    first is cut; or the second, S of ``[B, S, d]``, by a scheme whose ``rows`` are "S".
     Traffic: the scheme's. Where Y's B is cut (not in 1D), and for each axis of p ranks that cuts it, also one
     all-reduce of the bias gradient, 2 (p-1)/p f elements backward.
     """
@@ -105,6 +105,7 @@ class TensorParallelLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows_of_y f"]:
         self._check(x)
+        x = self._first_is_cut(x)
         y = tensor_parallel_linear(x.reshape(-1, x.shape[-1]), self.weight, self.scheme, self.mesh)
         if self.bias is not None:
             bias: Tensor = self.bias
@@ -112,7 +113,11 @@ class TensorParallelLinear(nn.Module):
                 bias = copy_sum(bias, self.mesh[axis])
             y = y + bias
         rows = (-1, *x.shape[1:-1]) if x.dim() > 1 else ()  # of 3D's Y another number may lie here
-        return y.reshape(*rows, y.shape[-1])
+        return self._first_is_cut(y.reshape(*rows, y.shape[-1]))
+
+    def _first_is_cut(self, x: Tensor) -> Tensor:
+        """[B, S, D] as [S, B, D], and back, for a scheme that counts its rows sequence first."""
+        return x.transpose(0, 1) if x.dim() > 2 and getattr(self.scheme, "rows", "B") == "S" else x
 
     def _check(self, x: Tensor) -> None:
         layout, mesh = self.scheme.X.last(), self.mesh
@@ -126,7 +131,7 @@ class TensorParallelLinear(nn.Module):
                 f"Does the layer before it leave its Y as {layout!r}?"
             )
         if x.dim() > 1:
-            B = x.shape[0] * self.scheme.X.n_blocks(mesh.sizes)[0]
+            B = self._first_is_cut(x).shape[0] * self.scheme.X.n_blocks(mesh.sizes)[0]
             self.scheme.Y.local_shape((B, self.F), mesh.sizes)
 
     def extra_repr(self) -> str:
