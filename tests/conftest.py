@@ -8,7 +8,8 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"  # an int is a float, too
-install_import_hook(["lessons_lib.models", "lessons_lib.tensor_parallel"], CHECKER)
+CHECKED = ["lessons_lib.models", "lessons_lib.sequence_parallel", "lessons_lib.tensor_parallel"]
+install_import_hook(CHECKED, CHECKER)
 
 settings.register_profile("same everywhere", derandomize=True, deadline=None)
 settings.load_profile("same everywhere")

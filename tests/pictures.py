@@ -30,19 +30,25 @@ from lessons_lib.tensor_parallel.schemes import VARIANTS
 from lessons_lib.timeline import Message, Span, Timeline
 from lessons_lib.views import (
     Figure,
+    Step,
+    branches_picture,
     collective_step,
     cube_picture,
+    heads_picture,
     lanes,
     layout_picture,
     mesh_picture,
     pipeline_picture,
     traffic_matrix,
+    words_picture,
 )
+from lessons_lib.views.attention import attention_picture
 from lessons_lib.views.bills import bill_picture
 from lessons_lib.views.colours import OPERATIONS
 from lessons_lib.views.frontier import frontier_picture
 from lessons_lib.views.scheme_steps import scheme_step
 from lessons_lib.widgets import wait_explorer
+from lessons_lib.widgets.attention import shared_out
 from lessons_lib.widgets.bills import product_bill
 from lessons_lib.widgets.frontier import frontier
 from lessons_lib.widgets.recorded import record
@@ -392,8 +398,36 @@ for _name, (*_three_layouts, _sizes) in BILLS.items():
 
 # Bytes against memory: ranks, tokens, which memory and GPU
 
+SEQUENCE_CUT = [
+    Step("norm", "B S@tp D"),
+    Step("input of qkv", "B S D", by="all_gather"),
+    Step("q, k, v", "B S F@tp", 3),
+    Step("heads", "B S D@tp"),
+    Step("proj, terms", "B S D +tp"),
+    Step("to the stream", "B S@tp D", by="reduce_scatter"),
+]
+for _p in (1, 4, 8):
+    PICTURES[f"branches-{_p}"] = lambda theme, p=_p: branches_picture(
+        {"Attention": SEQUENCE_CUT}, p, title="Megatron's sequence parallelism", theme=theme
+    )
+PICTURES["words-padded"] = lambda theme: words_picture([2, 7, -100, 9, 0, 4], 10, 12, 4, theme=theme)
+PICTURES["words-many"] = lambda theme: words_picture([47, 3, 20], 48, 48, 8, theme=theme)
+PICTURES["heads-own"] = lambda theme: heads_picture(
+    [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]], theme=theme
+)
+PICTURES["heads-shared"] = lambda theme: heads_picture(
+    [[rank] for rank in range(8)], [[rank // 4] for rank in range(8)], theme=theme
+)
 PICTURES["frontier-8"] = lambda theme: frontier_picture(frontier(8, 2304, "kept", "H100"), theme=theme)
 PICTURES["frontier-64"] = lambda theme: frontier_picture(frontier(64, 9216, "peak", "V100"), theme=theme)
+
+# Attention shared out: method, ranks, mask; all steps or one
+
+PICTURES["attention-ring"] = lambda theme: attention_picture(shared_out("ring", 4, "causal"), theme=theme)
+PICTURES["attention-step"] = lambda theme: attention_picture(
+    shared_out("zigzag", 8, "causal"), 3, theme=theme
+)
+PICTURES["attention-heads"] = lambda theme: attention_picture(shared_out("ulysses", 8, "none"), theme=theme)
 
 
 if __name__ == "__main__":

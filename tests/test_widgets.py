@@ -25,6 +25,7 @@ from lessons_lib.views import Figure, collective_step, layout_picture
 from lessons_lib.views.scheme_steps import scheme_step
 from lessons_lib.widgets import (
     Explorer,
+    attention_explorer,
     bytes_memory_explorer,
     collective_stepper,
     layout_bill_explorer,
@@ -54,6 +55,7 @@ EXPLORERS = {
     "bills": layout_bill_explorer,
     "schemes": scheme_stepper,
     "bytes and memory": bytes_memory_explorer,
+    "attention": attention_explorer,
 }
 
 

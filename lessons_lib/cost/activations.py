@@ -27,6 +27,15 @@ PUBLISHED: Mapping[str, Callable[[Fraction, int], Fraction]] = {
 """Bytes over S B D; ``scores`` is 5 H S / D, ``t`` the tensor-parallel degree."""
 
 
+STREAMS: Mapping[str, Callable[[int], tuple[int, int]]] = {
+    "whole": lambda tp: (1, 1),
+    "cut": lambda tp: (tp, tp),
+    "cut, gathered kept": lambda tp: (tp, 1),
+}
+"""Into how many parts what norms take, and what column layers keep of what norms give, is cut over ranks:
+1D; Megatron's sequence parallelism; and that where the gathered inputs of column layers are kept."""
+
+
 def published(way: str, S: int, D: int, H: int, tp: int = 1) -> Fraction:
     """Bytes of a layer's activations over S B D, as Korthikanti et al. print them.
 
@@ -39,7 +48,12 @@ def published(way: str, S: int, D: int, H: int, tp: int = 1) -> Fraction:
 
 
 def kept_by_layer(
-    config: GPTConfig, B: int, tp: int = 1, attention: str = "fused", recompute: str = "none"
+    config: GPTConfig,
+    B: int,
+    tp: int = 1,
+    attention: str = "fused",
+    recompute: str = "none",
+    stream: str = "whole",
 ) -> dict[str, int]:
     """Elements that a block of the GPT keeps for ``B`` sequences on a rank, by name.
 
@@ -50,28 +64,38 @@ def kept_by_layer(
     {'input of the block': 384}
 
     Without ``inside attention`` and the statistics these are 16 S B D elements, the 32 of the published 34
-    bytes: 2 are dropout's masks. Between a column and a row layer everything is cut over ``tp``, and what
-    norms take and give is whole on each rank. Inside attention a fused kernel keeps one number per head and
-    position; kept scores are S for each, in place of the published 5/2 S with their dropout.
+    bytes: 2 are dropout's masks. Between a column and a row layer everything is cut over ``tp``; what norms
+    take and give is whole on each rank, or as :data:`STREAMS` says. Inside attention a fused kernel keeps one
+    number per head and position; kept scores are S for each, in place of the published 5/2 S with their
+    dropout.
+
+    >>> whole, cut = (sum(kept_by_layer(GPTConfig(H=4, D=16, S=8), 3, 4, stream=way).values())
+    ...               for way in ("whole", "cut"))
+    >>> whole, cut
+    (2808, 1648)
     """
-    if attention not in ("fused", "scores") or recompute not in MADE_AGAIN:
+    if attention not in ("fused", "scores") or recompute not in MADE_AGAIN or stream not in STREAMS:
         raise RefusedError(
-            f"attention={attention!r}, recompute={recompute!r}: known are 'fused' and 'scores', and "
-            f"{', '.join(map(repr, MADE_AGAIN))}."
+            f"attention={attention!r}, recompute={recompute!r}, stream={stream!r}: known are 'fused' and "
+            f"'scores', {', '.join(map(repr, MADE_AGAIN))}, and {', '.join(map(repr, STREAMS))}."
         )
-    stream, S = B * config.S * config.D, config.S
+    whole, S = B * config.S * config.D, config.S
+    taken, given = STREAMS[stream](tp)
     if recompute == "full":
-        return {"input of the block": stream}
+        return {"input of the block": whole // taken}
     inside = {"fused": B * S * config.H, "scores": B * S * config.H * S}[attention]
-    return {
-        "inputs of norms": 2 * stream,
-        "outputs of norms": 2 * stream,
-        "statistics of norms": 2 * 2 * B * S,
-        "q, k, v": 3 * stream // tp,
-        "output of attention": stream // tp,
+    terms = {
+        "inputs of norms": 2 * whole // taken,
+        "outputs of norms": 2 * whole // given,
+        "statistics of norms": 2 * 2 * B * S // taken,
+        "q, k, v": 3 * whole // tp,
+        "output of attention": whole // tp,
         "inside attention": 0 if recompute == "selective" else inside // tp,
-        "around the activation": 2 * 4 * stream // tp,
+        "around the activation": 2 * 4 * whole // tp,
     }
+    if stream != "whole":
+        terms["weights and biases of norms, copied"] = 2 * 2 * config.D
+    return terms
 
 
 def kept(

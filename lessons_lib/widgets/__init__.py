@@ -2,8 +2,8 @@
 
 >>> from lessons_lib import widgets
 >>> widgets.__all__
-['Explorer', 'bytes_memory_explorer', 'collective_stepper', 'layout_bill_explorer', 'layout_explorer', \
-'memory_explorer', 'pipeline_explorer', 'scheme_stepper', 'wait_explorer']
+['Explorer', 'attention_explorer', 'bytes_memory_explorer', 'collective_stepper', 'layout_bill_explorer', \
+'layout_explorer', 'memory_explorer', 'pipeline_explorer', 'scheme_stepper', 'wait_explorer']
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lessons_lib._lazy import lazy
 
 if TYPE_CHECKING:
+    from lessons_lib.widgets.attention import attention_explorer
     from lessons_lib.widgets.bills import layout_bill_explorer
     from lessons_lib.widgets.collectives import collective_stepper
     from lessons_lib.widgets.explorer import Explorer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Explorer",
+    "attention_explorer",
     "bytes_memory_explorer",
     "collective_stepper",
     "layout_bill_explorer",
@@ -39,6 +41,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "Explorer": ".explorer",
+        "attention_explorer": ".attention",
         "bytes_memory_explorer": ".frontier",
         "collective_stepper": ".collectives",
         "layout_bill_explorer": ".bills",
