@@ -102,8 +102,8 @@ def test_the_course_has_no_orphan_and_its_tables_are_up_to_date(capsys: pytest.C
             "notebooks/src/01_other.py does not exist, and course.toml has its lesson",
         ),
         (
-            lambda data: replace(data, lessons=data.lessons | {"22": Lesson("22", "One more")}),
-            "lesson 22 is on no path, or on a path and not in the course",
+            lambda data: replace(data, lessons=data.lessons | {"23": Lesson("23", "One more")}),
+            "lesson 23 is on no path, or on a path and not in the course",
         ),
         (
             lambda data: replace(data, paths=data.paths | {"A minute": [["33"]]}),
@@ -169,7 +169,7 @@ def test_a_page_without_a_place_for_its_table_is_refused() -> None:
 
 def test_the_data_is_read_as_it_is_written() -> None:
     data = course()
-    assert [lesson.number for lesson in data.lessons.values()] == [f"{n:02}" for n in range(22)]
+    assert [lesson.number for lesson in data.lessons.values()] == [f"{n:02}" for n in range(23)]
     assert data.objectives["00-relay"] in data.lessons["00"].objectives
     assert isinstance(data.objectives["00-relay"], Objective)
     for name, sittings in data.paths.items():
