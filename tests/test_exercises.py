@@ -251,6 +251,35 @@ def test_the_numbers_in_the_text_of_08() -> None:
     assert "Five of the seven communicate" in text
 
 
+def test_the_numbers_in_the_text_of_11() -> None:
+    text, names = solved("11_attention_in_pieces")
+    causal, places = names["causal"], torch.arange(24)
+    Q, K, V = names["Q"], names["K"], names["V"]
+    last = causal(Q, K, V, places)
+    assert (names["tried"].values[0][0] - names["O"][:, :6]).norm() < 1e-12 * last.norm()
+    assert "some queries see nothing in it" in text and (~names["visible"][0].any(-1)).sum() == 16
+    assert "Rank 0 should send 3 messages forward and 7 backward" in text
+    assert "One of the seven messages of the backward is the last hop home" in text
+    sent = [event for event in names["tried"].trace.events if (event.rank, event.kind) == (0, "send")]
+    assert len(sent) == 3 + 7
+    gradients = zip(*(each for _, each in names["tried"].values), strict=True)
+    for blocks, truth in zip(gradients, names["truths"], strict=True):
+        assert (torch.cat(blocks, 1) - truth).norm() < 1e-12 * truth.norm()
+
+
+def test_the_numbers_in_the_text_of_12() -> None:
+    text, names = solved("12_who_works_who_talks")
+    assert "the token at place i is 100 + i here. Every rank should have 34 pairs" in text
+    for tokens, labels, at in run(names["try_deal"], ranks=4).values:
+        assert tokens[0].tolist() == [100 + int(i) for i in at] == [int(i) - 1 for i in labels[0]]
+        assert names["pairs"](at) == 34
+    assert "four exchanges forward, four backward" in text
+    tried = names["tried"]
+    assert [event.kind for event in tried.trace.collectives(0)] == ["all_to_all"] * 8
+    for blocks, truth in zip(zip(*tried.values, strict=True), names["truths"], strict=True):
+        assert (torch.cat(blocks, 2) - truth).norm() < 1e-12 * truth.norm()
+
+
 def test_the_numbers_in_the_text_of_07() -> None:
     text, names = solved("07_layouts")
     tried = {

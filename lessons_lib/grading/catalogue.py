@@ -15,9 +15,17 @@ from lessons_lib.grading import (
     lesson_06,
     lesson_07,
     lesson_08,
+    lesson_09,
+    lesson_10,
+    lesson_11,
+    lesson_12,
     lesson_13,
     lesson_14,
     lesson_15,
+    lesson_16,
+    lesson_17,
+    lesson_18,
+    lesson_19,
 )
 from lessons_lib.grading.exercise import Exercise
 
@@ -33,9 +41,17 @@ EXERCISES: dict[str, Exercise] = {
         lesson_06,
         lesson_07,
         lesson_08,
+        lesson_09,
+        lesson_10,
+        lesson_11,
+        lesson_12,
         lesson_13,
         lesson_14,
         lesson_15,
+        lesson_16,
+        lesson_17,
+        lesson_18,
+        lesson_19,
     )
     for exercise in lesson.EXERCISES
 }

@@ -119,7 +119,8 @@ def _tell(connection: Connection, **message: Any) -> None:
 
 def _tried(functions: dict[str, Callable[..., Any]], call: Call) -> dict[str, Any]:
     """Run a trial and say what came out, in numbers and text."""
-    step = partial(_on_a_rank, functions[call.function], dict(call.sizes), call.args, call.upstream)
+    function = functions[call.function]
+    step = partial(_on_a_rank, function, dict(call.sizes), call.args, call.upstream, call.then)
     packed = by_value.pack(step, ())
     asked = Request(len(call.args), packed, call.function, call.machine, ("memory",), TRIAL_S, 0, call.turns)
     result = launcher.run_threads(asked)
@@ -142,7 +143,11 @@ def _event(event: Any) -> dict[str, Any]:
 
 
 def _on_a_rank(
-    function: Callable[..., Any], sizes: dict[str, int], args: list[bytes], upstream: list[bytes] | None
+    function: Callable[..., Any],
+    sizes: dict[str, int],
+    args: list[bytes],
+    upstream: list[bytes] | None,
+    then: Callable[..., Any] | None,
 ) -> dict[str, Any]:
     """What every rank runs: one call, perhaps its backward, and what there is to tell of it."""
     mesh = Mesh(**sizes)
@@ -160,6 +165,8 @@ def _on_a_rank(
         except SystemExit as end:
             raise Exited(f"sys.exit({end.code!r}) was called: return instead") from None
         peaks["forward"] = _peak(begun)
+    if then is not None and value is not None and value is not ...:
+        value = then(value, mesh)
     results = list(value) if isinstance(value, tuple | list) else [value]
     results = [each.to_local() if hasattr(each, "to_local") else each for each in results]  # of a DTensor
     gradients: list[Any] = []

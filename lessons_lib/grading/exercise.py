@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lessons_lib.layout import Layout, coordinates
 from lessons_lib.machines import Machine
+from lessons_lib.mesh import Mesh
 from lessons_lib.timeline import Event, elements_sent
 
 FLOAT64_BYTES = 8
@@ -43,6 +44,9 @@ class WholeMesh:
     """Stands among the arguments of a trial for its mesh."""
 
 
+Judged = Callable[[Sequence[Tensor]], str]  # what is wrong with the results of all ranks, or nothing
+
+
 @dataclass(frozen=True)
 class Output:
     """A tensor that a trial brings back."""
@@ -52,6 +56,7 @@ class Output:
     expected: Sequence[Tensor]  # by rank
     whole: Tensor | None = None  # the tensor of which ranks hold blocks, if they do
     mistakes: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)  # what to say, and what it gives
+    judged: Judged | None = None  # instead of comparing with ``expected``, where more than one is right
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ class Deadline:
 
 
 Rule = Callable[["Trial", Sequence[Event]], str]  # what is wrong with the communication, or nothing
+Then = Callable[[Any, Mesh], Any]
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ class Trial:
     args: Sequence[tuple[Any, ...]]  # by rank
     outputs: Sequence[Output]
     upstream: Sequence[Tensor] | None = None  # by rank
+    then: Then | None = None  # what every rank makes of what the function returned, before it is told
     keeps: bool = True  # whether arguments must stay as they are
     budgets: Mapping[str, Budget] = field(default_factory=dict)  # by phase, "forward" and "backward"
     wholes: Mapping[str, int] = field(default_factory=dict)  # elements of tensors no rank may hold whole

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lessons_lib.machines import Machine
 
@@ -20,6 +21,7 @@ class Call:
     upstream: list[bytes] | None
     turns: int  # the seed of the order in which ranks take turns
     machine: Machine | None = None  # whose clock counts
+    then: Callable[..., Any] | None = None  # what every rank makes of what the function returned
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 
 import torch
 from torch import nn
 
-from lessons_lib.cost.activations import kept
+from lessons_lib.cost.activations import kept, published
 from lessons_lib.cost.flops import model_flops_per_token
 from lessons_lib.cost.memory import ESTIMATES, RECIPES, model_states, saving
 from lessons_lib.data_parallel.replicated import fill_buckets
@@ -21,10 +22,15 @@ from lessons_lib.grading.exercise import Draw
 from lessons_lib.layout import Layout, coordinates
 from lessons_lib.machines import machine
 from lessons_lib.models.gpt import GPTConfig
+from lessons_lib.pipeline_parallel import Times, bubble_form, gpipe, interleaved, one_f_one_b, simulate, zb_h2
 from lessons_lib.redistribute import redistribution
 from lessons_lib.rings import _doubling
+from lessons_lib.sequence_parallel import ATTENTIONS, SequenceColumn, SequenceRow
+from lessons_lib.sequence_parallel.assignment import Contiguous, Zigzag, pairs
+from lessons_lib.sequence_parallel.online_softmax import Partial, finish, merge
 from lessons_lib.spmd.doctor import find_cycle
-from lessons_lib.tensor_parallel import SCHEMES
+from lessons_lib.tensor_parallel import SCHEMES, VOCABULARIES, vocabulary
+from lessons_lib.tensor_parallel.cross_entropy import loss_traffic
 from lessons_lib.timeline import elements_sent, ring_traffic
 
 TOLERANCE = 0.005  # of an answer, so that rounding is forgiven
@@ -361,6 +367,231 @@ def _stored_by_a_stage(draw: Draw) -> Made:
     )
 
 
+def _sent_with_the_stream_cut(draw: Draw) -> Made:
+    p, n = draw.random.choice((2, 4, 8)), 8000 * draw.between(1, 9)
+    sizes = {"tp": p}
+    pair = SequenceColumn().traffic(n, 1, 1, sizes), SequenceRow().traffic(n, 1, 1, sizes)
+    return (
+        f"A branch of a block on {p} ranks, its stream of {n:,} numbers cut along S (Megatron's sequence "
+        "parallelism), the gathered input not kept. How many numbers does each rank send, forward and backward "
+        "together, for the stream?",
+        float(sum(sum(bill.values()) for bill in pair)),
+        f"five halves of an all-reduce: gather and scatter, both again backward, and the second gather: "
+        f"5 x {p - 1}/{p} x {n:,}",
+    )
+
+
+def _kept_with_the_stream_cut(draw: Draw) -> Made:
+    p = draw.random.choice((2, 4, 8))
+    less = published("tp, selective", 1, 1, 1, p) - published("tp + sp, selective", 1, 1, 1, p)
+    return (
+        f"In 1D on {p} ranks a layer keeps (10 + 24/{p}) S B D bytes, scores apart. How many S B D fewer, if "
+        "the stream is cut along the sequence, too?",
+        float(less),
+        f"34/{p} instead: the 10 that were whole are divided, too, and 10 x {p - 1}/{p} are saved",
+    )
+
+
+def _tokens_of_a_norm(draw: Draw) -> Made:
+    p, n = draw.random.choice((2, 4, 8)), draw.between(3, 9)
+    return (
+        f"{p * n} tokens, a gradient of 1 from each, and a stream cut along S over {p} ranks: what is the "
+        "gradient of a norm's bias on every rank, after what has to be done with it?",
+        p * n,
+        f"each rank has {n} tokens, so {n}; summed over {p} ranks, for the loss is over all tokens",
+    )
+
+
+def _padded_words(draw: Draw) -> Made:
+    p = draw.random.choice((2, 4, 8))
+    V = draw.indivisible(30_000, 60_000, 128)
+    return (
+        f"A table of {V:,} words on {p} ranks is padded, so that each rank has a multiple of 128 rows. How "
+        "many rows has it then?",
+        vocabulary.padded(V, multiple_of=128, n_ranks=p),
+        f"the next multiple of 128 x {p} = {128 * p}",
+    )
+
+
+def _loss_sent(draw: Draw) -> Made:
+    p, tokens, V = draw.random.choice((2, 4, 8)), 1000 * draw.between(1, 9), 1000 * draw.between(30, 60)
+    return (
+        f"{tokens:,} tokens, {V:,} words cut over {p} ranks: how many numbers does each rank send for the "
+        "loss, when no logit is sent?",
+        float(loss_traffic(tokens, VOCABULARIES["1d"], {"tp": p})["forward"]),
+        f"three all-reduces of one number per token, whatever V: 3 x 2 x {p - 1}/{p} x {tokens:,}",
+    )
+
+
+def _heads_of_a_rank(draw: Draw) -> Made:
+    p, each, width = draw.random.choice((2, 4, 8)), draw.between(2, 5), draw.random.choice((64, 80, 128))
+    D = p * each * width
+    return (
+        f"Attention has {p * each} heads of {width} numbers, D={D}. Queries, keys and values are made by one "
+        f"matrix of D rows, cut by heads over {p} ranks. How many columns of it does a rank hold?",
+        prod(SCHEMES["column"].W.local_shape((D, 3 * D), {"tp": p})) // D,
+        f"3 x {width} for each of its {each} heads",
+    )
+
+
+def _merged_answer(draw: Draw) -> Made:
+    one, other = (draw.between(1, 9) for _ in range(2))
+    n, more = draw.between(1, 3), draw.between(4, 7)
+    parts = [
+        Partial(
+            *(
+                torch.full((1, 1, 1, 1), x, dtype=torch.float64)
+                for x in (0.0, float(weight), float(weight * value))
+            )
+        )
+        for weight, value in ((n, one), (more, other))
+    ]
+    return (
+        f"Half of the keys answer {one}, with {n} for the sum of exp(score); the other half answer {other}, "
+        f"with {more}. What do all keys answer?",
+        finish(merge(*parts))[0].item(),
+        f"each half counts by its sum: ({n} x {one} + {more} x {other}) / {n + more}",
+    )
+
+
+def _sent_by_a_ring(draw: Draw) -> Made:
+    P, n = draw.random.choice((2, 4, 8)), draw.between(1, 9)
+    sent = ATTENTIONS["ring"].traffic(B=1, S=P * n * 1000, H=1, K=1, P=P)
+    return (
+        f"Ring attention on {P} ranks; the keys of a rank are {n},000 elements, and so are its values. "
+        "How many elements does it send in the backward?",
+        float(sent["backward"]),
+        f"keys and values {P - 1} times, their gradients {P} times: ({P - 1} + {P}) x 2 x {n},000",
+    )
+
+
+def _busiest(draw: Draw) -> Made:
+    P, s = draw.between(3, 4), draw.between(3, 5)
+    work = [sum(steps) for steps in zip(*pairs(Contiguous(), P * s, P), strict=True)]
+    return (
+        f"{P * s} tokens lie in contiguous pieces on {P} ranks, with a causal mask. On how many pairs of a "
+        "query and a key does the busiest rank work?",
+        max(work),
+        f"the last one: the sum of {(P - 1) * s + 1} to {P * s}",
+    )
+
+
+def _padded_for_zigzag(draw: Draw) -> Made:
+    P = draw.random.choice((2, 4, 8))
+    multiple = P * Zigzag.pieces_per_rank
+    S = draw.indivisible(100 * multiple, 200 * multiple, multiple)
+    return (
+        f"To how many tokens must a text of {S:,} be padded, so that {P} ranks can have it in zigzag?",
+        padded(S, multiple),
+        f"the next multiple of 2 x {P}",
+    )
+
+
+def _sent_by_ulysses(draw: Draw) -> Made:
+    P, n = draw.random.choice((2, 4, 8)), draw.between(1, 9)
+    sent = ATTENTIONS["ulysses"].traffic(B=1, S=P * n * 1000, H=P, K=1, P=P)
+    return (
+        f"Ulysses on {P} ranks; q, k, v and o of a rank have {P * n},000 elements each. How many elements "
+        "does it send forward?",
+        float(sent["forward"]),
+        f"all four, but for the part that stays: 4 x {P - 1}/{P} x {P * n},000",
+    )
+
+
+def _gpipe_bubble(draw: Draw) -> Made:
+    p, m = draw.between(3, 8), draw.between(6, 20)
+    return (
+        f"GPipe with {p} equal stages and {m} micro-batches: how many percent of all time does a rank wait?",
+        100 * float(simulate(gpipe(p, m)).bubble),
+        f"(p-1)/(m+p-1) = {p - 1}/{m + p - 1}",
+    )
+
+
+def _twice_the_stages(draw: Draw) -> Made:
+    p, m = draw.random.choice((2, 3, 4)), draw.between(6, 24)
+    half = Fraction(1, 2)
+    whole, halves = gpipe(p, m), gpipe(2 * p, m)
+    return (
+        f"A model in {p} equal stages, {m} micro-batches. Cut into {2 * p}, how many times as fast is it?",
+        float(simulate(whole).makespan / simulate(halves, Times(F=half, I=half, W=half)).makespan),
+        f"{m + p - 1} slots become {m + 2 * p - 1} of half the length",
+    )
+
+
+def _messages_of_gpipe(draw: Draw) -> Made:
+    p, m = draw.between(3, 6), draw.between(4, 12)
+    return (
+        f"GPipe with {p} stages and {m} micro-batches: how many messages cross all borders in a step?",
+        len(simulate(gpipe(p, m)).messages),
+        f"an output and a gradient for each micro-batch and border: 2 x {m} x {p - 1}",
+    )
+
+
+def _kept_by_1f1b(draw: Draw) -> Made:
+    p, m = draw.between(4, 8), draw.between(3, 20)
+    rank = draw.between(0, p - 2)
+    return (
+        f"1F1B on {p} ranks, counted from 0, with {m} micro-batches: how many does rank {rank} keep at most?",
+        float(simulate(one_f_one_b(p, m)).peak_in_flight()[rank]),
+        f"p - r, if there are so many: the smaller of {p} - {rank} and {m}",
+    )
+
+
+def _end_of_1f1b(draw: Draw) -> Made:
+    p, m = draw.between(3, 6), draw.between(6, 16)
+    return (
+        f"1F1B on {p} ranks with {m} micro-batches. A forward takes 1 ms, a backward 2, a message no time. "
+        "After how many ms is a step done?",
+        float(simulate(one_f_one_b(p, m)).makespan),
+        f"as GPipe: (m+p-1) x 3 = {m + p - 1} x 3",
+    )
+
+
+def _interleaved_messages(draw: Draw) -> Made:
+    p, v = draw.between(2, 6), draw.between(2, 4)
+    m = p * draw.between(2, 4)
+    return (
+        f"Interleaved 1F1B on {p} ranks with {v} chunks each, {m} micro-batches. How many messages are sent, "
+        "forwards and backwards together?",
+        len(simulate(interleaved(p, m, v)).messages),
+        f"every micro-batch crosses {p} x {v} - 1 borders, there and back: 2 x {m} x {p * v - 1}",
+    )
+
+
+def _interleaved_bubble(draw: Draw) -> Made:
+    p, v, F = draw.between(3, 8), draw.random.choice((2, 4)), draw.between(2, 9)
+    each = Fraction(F, v)
+    claim = bubble_form("interleaved", p, 2 * p, v, Times(F=each, I=each, W=each))
+    assert claim.value is not None
+    return (
+        f"{p} ranks; a rank's whole share takes {F} ms forward and {2 * F} ms backward. For how many ms does "
+        f"a rank stand still with {v} chunks, if messages are free?",
+        float(claim.value),
+        f"(p-1)(F+B)/v: {p - 1} x {3 * F} / {v}",
+    )
+
+
+def _h1_bubble(draw: Draw) -> Made:
+    p, W = draw.between(3, 8), draw.between(2, 5)
+    F, I = W + draw.between(0, 3), W + draw.between(0, 3)
+    claim = bubble_form("zb-h1", p, 2 * p, 1, Times(F=F, I=I, W=W))
+    assert claim.value is not None
+    return (
+        f"ZB-H1 on {p} ranks with F = {F}, I = {I}, W = {W} ms. For how many ms does a rank stand still?",
+        float(claim.value),
+        f"(p-1)(F+I-W): {p - 1} x ({F} + {I} - {W})",
+    )
+
+
+def _kept_by_h2(draw: Draw) -> Made:
+    p = draw.between(3, 8)
+    return (
+        f"How many micro-batches does each of {p} ranks keep at most with ZB-H2, until their W?",
+        float(max(simulate(zb_h2(p, 2 * p)).peak_in_flight())),
+        f"2p-1, where 1F1B's first rank keeps p: 2 x {p} - 1",
+    )
+
+
 QUESTIONS: dict[str, Callable[[Draw], Made]] = {  # the first two digits are the lesson's
     "00-all-reduce-bytes": _all_reduce_bytes,
     "00-rank-of-place": _rank_of_place,
@@ -385,12 +616,32 @@ QUESTIONS: dict[str, Callable[[Draw], Made]] = {  # the first two digits are the
     "08-column-backward": _linear_traffic("column", "backward"),
     "08-row-forward": _linear_traffic("row", "forward"),
     "08-row-block": _row_block,
+    "10-sent": _sent_with_the_stream_cut,
+    "10-kept": _kept_with_the_stream_cut,
+    "10-tokens": _tokens_of_a_norm,
+    "11-merged": _merged_answer,
+    "11-sent": _sent_by_a_ring,
+    "12-busiest": _busiest,
+    "12-padded": _padded_for_zigzag,
+    "12-ulysses": _sent_by_ulysses,
+    "09-padded": _padded_words,
+    "09-loss-sent": _loss_sent,
+    "09-heads": _heads_of_a_rank,
     "13-summa-forward": _grid_traffic("forward"),
     "13-summa-backward": _grid_traffic("backward"),
     "14-weights": _weights_of_a_layer,
     "14-sum-over-depth": _sum_over_depth,
     "15-share": _share_of_a_cube,
     "15-forward": _cube_traffic,
+    "16-bubble": _gpipe_bubble,
+    "16-doubled": _twice_the_stages,
+    "16-messages": _messages_of_gpipe,
+    "17-kept": _kept_by_1f1b,
+    "17-end": _end_of_1f1b,
+    "18-messages": _interleaved_messages,
+    "18-bubble": _interleaved_bubble,
+    "19-bubble": _h1_bubble,
+    "19-kept": _kept_by_h2,
 }
 
 

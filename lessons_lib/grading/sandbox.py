@@ -95,6 +95,7 @@ def _call(trial: Trial, turns: int) -> Call:
         None if trial.upstream is None else [pickle.dumps(each) for each in trial.upstream],
         turns,
         None if trial.deadline is None else trial.deadline.machine,
+        trial.then,
     )
 
 

@@ -199,7 +199,7 @@ for name, result in (("1 rank ", serial), ("4 ranks", parallel)):
 
 # %% [markdown] minutes=1 core=true
 # The sums were added up in another order, which changes the last digits of a float64, no more. A rank holds more
-# than a quarter of the weights, since embeddings and norms stayed whole. And what travels is not the weights but the
+# than a quarter of the weights, since positions and norms stayed whole. And what travels is not the weights but the
 # *activations*, in every layer of every step.
 #
 # **You can stop here:** that was the whole idea, and the [README](../README.md) has the map. What follows looks at
