@@ -373,8 +373,8 @@ def _sent_with_the_stream_cut(draw: Draw) -> Made:
     pair = SequenceColumn().traffic(n, 1, 1, sizes), SequenceRow().traffic(n, 1, 1, sizes)
     return (
         f"A branch of a block on {p} ranks, its stream of {n:,} numbers cut along S (Megatron's sequence "
-        "parallelism), the gathered input not kept. How many numbers does each rank send, forward and backward "
-        "together, for the stream?",
+        "parallelism), the gathered input not kept. How many numbers does each rank send, forward and "
+        "backward together, for the stream?",
         float(sum(sum(bill.values()) for bill in pair)),
         f"five halves of an all-reduce: gather and scatter, both again backward, and the second gather: "
         f"5 x {p - 1}/{p} x {n:,}",
