@@ -21,6 +21,7 @@ from lessons_lib.errors import RefusedError
 from lessons_lib.grading import check, records, sandbox
 from lessons_lib.grading.catalogue import EXERCISES, find
 from lessons_lib.grading.exercise import Draw
+from lessons_lib.grading.job import patience
 from lessons_lib.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
 from lessons_lib.spmd import processes
 from lessons_lib.tensor_parallel import SCHEMES, tensor_parallel_linear
@@ -769,14 +770,18 @@ class Loops:
 
 
 HARM = [
-    (loop, "no deadlock", "did not end within 5 s and was stopped: look at .*line", 12),
+    (loop, "no deadlock", r"did not end within \d+ s and was stopped: look at .*line", 12),
     pytest.param(
-        loop_that_catches, "no deadlock", "did not end within 5 s and was stopped", 15, marks=pytest.mark.slow
+        loop_that_catches,
+        "no deadlock",
+        r"did not end within \d+ s and was stopped",
+        15,
+        marks=pytest.mark.slow,
     ),
     pytest.param(
-        loop_in_native_code, "no deadlock", "nothing was heard of it for 8 s", 15, marks=pytest.mark.slow
+        loop_in_native_code, "no deadlock", r"nothing was heard of it for \d+ s", 15, marks=pytest.mark.slow
     ),
-    (Loops(), "values", "nothing was heard of it for 8 s", 15),
+    (Loops(), "values", r"nothing was heard of it for \d+ s", 15),
     (end, "values", "ended its process with exit code 3", 6),
     (end_well, "values", "nothing more was heard|ended its process with exit code 0", 6),
     (leave_politely, "values", r"sys.exit\(None\) was called: return instead", 6),
@@ -798,7 +803,7 @@ HARM = [
 def test_harm_costs_seconds_and_is_told(function, claim, words, at_most_s):
     began = time.perf_counter()
     report = check("00-relay", function)
-    assert time.perf_counter() - began < at_most_s + 8  # the machine may be busy
+    assert time.perf_counter() - began < (at_most_s + 8) * patience()
     assert_told(report, claim, words)
     assert check("00-relay", relay_by_isend).passed  # the next check is as good as ever
 
@@ -960,5 +965,6 @@ def test_check_notes_progress():
     assert noted["passed"]
     table = records.progress()
     assert table.records[0]["state"] == "passed" and table.records[1]["state"] == "not begun"
-    assert "1 of 28 exercises passed, 10 of 250 points" in str(table)
+    points = f"10 of {sum(exercise.points for exercise in EXERCISES.values()):g} points"
+    assert f"1 of {len(EXERCISES)} exercises passed, {points}" in str(table)
     assert "relay" in table._repr_mimebundle_()["text/html"]

@@ -34,10 +34,21 @@ def cell(name: str) -> str:
 
 def says(*sentences: str) -> None:
     """The text has these words; a test that holds a number names the words it holds."""
-    text = " ".join(re.sub(r"[*`]", "", cell.source) for cell in LESSON.cells if cell.cell_type == "markdown")
-    text = " ".join(text.split())
+    texts = [cell.source for cell in LESSON.cells if is_text(cell)]
+    text = " ".join(re.sub(r"[*`]", "", " ".join(texts)).split())
     for sentence in sentences:
         assert sentence in text, sentence
+
+
+def is_text(cell: Any) -> bool:
+    """Whether a cell is read: prose, a guess, or what became of it."""
+    return cell.cell_type == "markdown" or "predict(" in cell.source or ".reveal(" in cell.source
+
+
+def revealed(name: str) -> str:
+    """The option that the cell called ``name`` reveals as right."""
+    (source,) = (cell.source for cell in LESSON.cells if cell.id == name)
+    return re.search(r'answer="(\w)"', source)[1]
 
 
 def bill(source: str, target: str, sizes: dict[str, int]) -> int:
@@ -46,7 +57,9 @@ def bill(source: str, target: str, sizes: dict[str, int]) -> int:
 
 
 def test_is_it_wrong(cells: dict[str, Any]) -> None:
-    says("X has 8 columns, so every number of Y is 8. Rank 1 holds Y[0,0] = 2.", "C: from the number alone")
+    says("X has 8 columns, so every number of Y is 8. Rank 1 holds Y[0,0] = 2.")
+    says('C="from the number alone, nobody can say"', "four ranks hold 2 each, which makes 8")
+    assert revealed("is-wrong-seen") == "C" and cells["held"] == [8, 8, 2]
     assert torch.equal(cells["X"] @ cells["W"], torch.full((32, 16), 8.0, dtype=torch.float64))
     inner = run(cells["product"], "B D@tp", "D@tp F", ranks=4).values
     assert all(torch.equal(y, torch.full((32, 16), 2.0, dtype=torch.float64)) for y in inner)
@@ -66,6 +79,9 @@ def test_what_a_term_may_do(cells: dict[str, Any]) -> None:
     for found in run(cells["on_terms"], ranks=4).values:
         assert [a == b for a, b in zip(found, right, strict=True)] == [True, True, True, False, False, False]
         assert found[3] == right[3] + 3
+        assert (found[3], right[3]) == (12, 9)
+    says('B="3 y, y + y and y V"', "so 12 comes out and not 9")
+    assert revealed("on-terms-seen") == "B" and list(cells["OPERATIONS"])[:3] == ["3 y", "y + y", "y V"]
     with pytest.raises(RefusedError, match="only redistribute resolves a partial sum"):
         exec(compile(cell("no-value"), "<cell no-value>", "exec"), cells)
 
@@ -74,8 +90,11 @@ def test_the_order_of_axes(cells: dict[str, Any]) -> None:
     says("Row 2. The same shapes, the same sizes, and two of four ranks hold something else.")
     values = run(cells["orders"], ranks=4).values
     assert values == [[0, 0], [1, 2], [2, 1], [3, 3]]
-    says("Two rows have changed places, on every rank alike")
+    says('C="two rows change places, and nobody notices"', "On every rank alike, and nobody complains")
     assert run(cells["wrong_order"], ranks=4).values == [[0, 2, 1, 3]] * 4
+    assert revealed("wrong-order-seen") == "C"
+    says("ranks 1 and 2 get different rows")
+    assert [rank for rank, (one, other) in enumerate(values) if one != other] == [1, 2]
 
 
 def test_from_any_layout_to_any_other(cells: dict[str, Any]) -> None:
@@ -109,10 +128,15 @@ def test_four_bills(cells: dict[str, Any]) -> None:
     first = bills(32, 8, 16)
     assert first == {"columns of W": 384, "rows of X": 384, "inner dim": 768, "grid": 480}
     assert first["grid"] - first["rows of X"] == 96
-    says("B = 8, D = 32, F = 16. Who is last now?", "The grid. Now X and W are large, and Y is small.")
+    says("B = 8, D = 32, F = 16. Who sends most now?", "Now Y is the smallest of the three.")
+    says("Y was the largest of the three and is now the smallest", "D is four times as long")
+    says("Y has a quarter of its size")
+    (x, w, y), (x_now, w_now, y_now) = ((B * D, D * F, B * F) for B, D, F in ((32, 8, 16), (8, 32, 16)))
+    assert y > max(x, w) and y_now < min(x_now, w_now) and y == 4 * y_now
     turned = bills(8, 32, 16)
     assert turned == {"columns of W": 96, "rows of X": 96, "inner dim": 192, "grid": 288}
     assert max(first, key=first.get) == "inner dim" and max(turned, key=turned.get) == "grid"
+    assert revealed("bills-turned") == "B" and cells["turned"] == turned
     says("however long D is")
     assert bills(8, 64, 16)["inner dim"] == turned["inner dim"]
     says("Nothing, for who had cut the rows from the start.")
@@ -143,3 +167,16 @@ def test_production(cells: dict[str, Any]) -> None:
     ours, theirs = both("B@tp F", "B F@tp")
     assert [event.kind for event in theirs.trace.collectives(0)] == ["all_gather"]
     assert [event.kind for event in ours.trace.collectives(0)] == ["all_to_all"]
+
+
+def test_placements_have_the_order_of_the_mesh(cells: dict[str, Any]) -> None:
+    says("they can say only the one that has the mesh's own order")
+
+    def by_torch() -> int:
+        mesh = cells["init_device_mesh"]("cpu", (2, 2), mesh_dim_names=("i", "k"))
+        shard = cells["Shard"](0)
+        rows = cells["DTensor"].from_local(torch.arange(4), mesh, [cells["Replicate"]()] * 2, run_check=False)
+        return rows.redistribute(mesh, [shard, shard]).to_local().item()
+
+    i_first, k_first = zip(*run(cells["orders"], ranks=4).values, strict=True)
+    assert run(by_torch, ranks=4).values == list(i_first) != list(k_first)

@@ -18,7 +18,7 @@ from lessons_lib.layout import coordinates
 SOURCE = Path(__file__).parent.parent / "notebooks" / "src" / "13_tensor_parallel_2d.py"
 LESSON = read(SOURCE)
 # What these count, test_compare.py holds against the formulas.
-SKIPPED = ("who-sends-less", "crossovers", "crossover-curve", "rounds")
+SKIPPED = ("who-sends-less", "who-seen", "crossovers", "crossover-curve", "rounds")
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,21 @@ def cell(name: str) -> str:
 
 def says(*sentences: str) -> None:
     """The text has these words; a test that holds a number names the words it holds."""
-    text = " ".join(re.sub(r"[*`]", "", cell.source) for cell in LESSON.cells if cell.cell_type == "markdown")
-    text = " ".join(text.split())
+    texts = [cell.source for cell in LESSON.cells if is_text(cell)]
+    text = " ".join(re.sub(r"[*`]", "", " ".join(texts)).split())
     for sentence in sentences:
         assert sentence in text, sentence
+
+
+def is_text(cell: Any) -> bool:
+    """Whether a cell is read: prose, a guess, or what became of it."""
+    return cell.cell_type == "markdown" or "predict(" in cell.source or ".reveal(" in cell.source
+
+
+def revealed(name: str) -> str:
+    """The option that the cell called ``name`` reveals as right."""
+    (source,) = (cell.source for cell in LESSON.cells if cell.id == name)
+    return re.search(r'answer="(\w)"', source)[1]
 
 
 def off(blocks: Any, truth: torch.Tensor, layout: Any) -> float:
@@ -87,7 +98,8 @@ def test_is_something_whole_somewhere(cells: dict[str, Any]) -> None:
     by_gathering = peaks(cells["held"], cells["gathered"])
     assert by_gathering == pytest.approx([2 / q + 3 / q**2 for q in (2, 3, 4)], rel=0.01)
     says("SUMMA falls with the number of ranks: no row of X, nor anything else, is whole anywhere")
-    says("the answer to the first question is C", "C: yes, and no rank ever needs more than a few blocks")
+    says('C="yes, and no rank ever needs more than a few blocks"', "and so nobody needs a whole row")
+    assert revealed("multiply-seen") == "C"
     by_summa = peaks(cells["held"], cells["Summa"]().forward)
     assert by_summa == pytest.approx([5 / 4, 7 / 9, 7 / 16], rel=0.01)
     says("The library keeps two panels of each")
@@ -96,7 +108,11 @@ def test_is_something_whole_somewhere(cells: dict[str, Any]) -> None:
 
 
 def test_backward(cells: dict[str, Any]) -> None:
-    says("B. The sum belongs to the rank that owns the block", "so backward sends twice what forward does")
+    says(
+        'B="reduce along the row, to its rank in column l"', "The sum belongs to the rank that owns the block"
+    )
+    assert revealed("terms-seen") == "B"
+    says("so backward sends twice what forward does")
     for q in (2, 3):
         result = run(cells["backward_on_grid"], q, ranks=q * q)
         dxs, dws = zip(*result.values, strict=True)
@@ -116,7 +132,8 @@ def test_layers_follow_each_other(cells: dict[str, Any]) -> None:
 
 
 def test_who_sends_less() -> None:
-    says("1D does, each time.", "a layer has 12 h² of those")
+    assert revealed("who-seen") == "B"
+    says('B="1D, each time"', "but with so few tokens 16 do not suffice", "a layer has 12 h² of those")
     says("at 4 ranks from 12 h on, at 9 from 3.3 h, at 16 from 1.9 h")
     says("It beats 1D in bytes from b·s = 12 h at 4 ranks, 1.9 h at 16, and always has more rounds.")
     says("1D sends nearly 8 b·s·h whatever p")
@@ -156,7 +173,7 @@ def test_cannon(cells: dict[str, Any]) -> None:
 
 
 def test_production(cells: dict[str, Any]) -> None:
-    says("Answer B: it gathers a whole row of X and a whole column of W.")
+    says("It gathers a whole row of X and a whole column of W, as we did first.")
     result = cells["by_torch"]
     blocks, placements, of_gradient = zip(*result.values, strict=True)
     assert off(blocks, cells["X"] @ cells["W"], cells["LAYOUTS"]["Y"]) < 1e-14

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 from tooling.source import has_tag, read
 
-from lessons_lib import run
+from lessons_lib import Layout, run
 from lessons_lib.cost import formula, ways
+from lessons_lib.errors import RefusedError
+from lessons_lib.layout import coordinates
 from lessons_lib.tensor_parallel import SCHEMES, Summa, Tesseract
+from lessons_lib.tensor_parallel.scheme import check_grid
 
 SOURCE = Path(__file__).parent.parent / "notebooks" / "src" / "14_tensor_parallel_25d.py"
 LESSON = read(SOURCE)
-SKIPPED = ("train-run", "train-curves", "copies")  # many steps: a test takes fewer
+SKIPPED = ("train-run", "train-curves", "loss-seen", "copies")  # many steps: a test takes fewer
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +33,21 @@ def cells() -> dict[str, Any]:
 
 def says(*sentences: str) -> None:
     """The text has these words; a test that holds a number names the words it holds."""
-    text = " ".join(re.sub(r"[*`]", "", cell.source) for cell in LESSON.cells if cell.cell_type == "markdown")
-    text = " ".join(text.split())
+    texts = [cell.source for cell in LESSON.cells if is_text(cell)]
+    text = " ".join(re.sub(r"[*`]", "", " ".join(texts)).split())
     for sentence in sentences:
         assert sentence in text, sentence
+
+
+def is_text(cell: Any) -> bool:
+    """Whether a cell is read: prose, a guess, or what became of it."""
+    return cell.cell_type == "markdown" or "predict(" in cell.source or ".reveal(" in cell.source
+
+
+def revealed(name: str) -> str:
+    """The option that the cell called ``name`` reveals as right."""
+    (source,) = (cell.source for cell in LESSON.cells if cell.id == name)
+    return re.search(r'answer="(\w)"', source)[1]
 
 
 def test_forward(cells: dict[str, Any]) -> None:
@@ -46,6 +60,7 @@ def test_forward(cells: dict[str, Any]) -> None:
     places = [{"depth": 0, "row": 0, "col": 0}, {"depth": 1, "row": 0, "col": 0}]
     assert W.owners(cells["SIZES"])[(0, 0)] == (0, 4)
     assert len({X.block(cells["SIZES"], place) for place in places}) == 2
+    assert revealed("eight-seen") == "B" and cells["owners"] == {"X": (0,), "W": (0, 4), "Y": (0,)}
 
 
 def test_what_a_rank_holds(cells: dict[str, Any]) -> None:
@@ -55,6 +70,24 @@ def test_what_a_rank_holds(cells: dict[str, Any]) -> None:
         (held[d],) = set(run(cells["held"], cells["SIZES"] | {"depth": d}, ranks=4 * d).values)
     assert held == {1: (48, 24), 2: (24, 24), 3: (16, 24)}
     assert cells["W"].numel() == 24 * 4
+    says('A="1/4, 1/8, 1/12: the more ranks, the less"', 'B="1/4, 1/4, 1/4"', "that is X.")
+    assert revealed("shares-seen") == "B"
+    assert [192 // x for x, _ in held.values()] == [4, 8, 12] and cells["X"].numel() == 192
+
+
+def test_half_of_x_and_half_of_w() -> None:
+    """What option C of the first question leaves out, and option A."""
+    says("two squares would make half of it", "on 2 x 4 the blocks of X and W would not meet")
+    sizes, X, W = {"depth": 2, "row": 2, "col": 2}, Layout("B@depth@row D@col"), Layout("D@row F@depth@col")
+    blocks = {
+        (X.block(sizes, one)[0], W.block(sizes, other)[1])
+        for one in coordinates(sizes)
+        for other in coordinates(sizes)
+        if one["depth"] == other["depth"]
+    }
+    assert len(blocks) == 4 * 4 / 2
+    with pytest.raises(RefusedError, match=r"Try row=2, col=2"):
+        check_grid(Summa(), {"row": 2, "col": 4})
 
 
 def test_what_depth_is_owed(cells: dict[str, Any]) -> None:
@@ -76,7 +109,12 @@ def test_what_depth_is_owed(cells: dict[str, Any]) -> None:
 
 def test_the_loss_does_not_tell(cells: dict[str, Any]) -> None:
     """After 20 of the lesson's steps."""
-    says("Without the sum it falls further. Each layer fits its own 12 rows", "there are two models now")
+    says(
+        'B="it falls further"',
+        "It falls further. Each layer fits its own 12 rows",
+        "there are two models now",
+    )
+    assert revealed("loss-seen") == "B"
     assert cells["B"] // 2 == 12
     ends, apart = {}, {}
     for over_depth in (True, False):
@@ -129,12 +167,19 @@ def test_the_published_table(cells: dict[str, Any]) -> None:
     assert by_hops == cells["published_2_5d"](3, 2) + over_depth and over_depth > 0
 
 
-def test_it_is_not_3d() -> None:
+def test_it_is_not_3d(cells: dict[str, Any]) -> None:
     says("It has copies of W, 1/q² on each rank, where the cube has 1/q³; and it sends another amount.")
     deep, cube = (next(way for way in ways(8) if way.name == name) for name in ("2.5D", "3D"))
     assert [way.schemes[0].W.share(way.sizes).denominator for way in (deep, cube)] == [4, 8]
     assert formula(deep, 64, 64).sent != formula(cube, 64, 64).sent
     assert SCHEMES["2.5d"].W != SCHEMES["3d"].W
+    assert revealed("cube-seen") == "C"
+    says("In the cube no two ranks hold the same of W")
+    owners = SCHEMES["3d"].W.owners({"i": 2, "j": 2, "k": 2})
+    assert len(owners) == 8 and all(len(ranks) == 1 for ranks in owners.values())
+    for way, said in zip((deep, cube), cells["measured"], strict=True):
+        assert said.startswith(f"{way.name} holds {way.schemes[0].W.share(way.sizes)} of W and sends")
+        assert said.endswith(f" {float(formula(way, 64, 64).sent / 64**2):.2f} b·s·h")
 
 
 def test_production(cells: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from lessons_lib.tensor_parallel import Cube, CubeKept
 SOURCE = Path(__file__).parent.parent / "notebooks" / "src" / "15_tensor_parallel_3d.py"
 LESSON = read(SOURCE)
 # 64 ranks take long. That what they count is what the formulas say, test_compare.py holds.
-SKIPPED = ("counted", "counted-wide", "counted-table", "counted-picture", "by-shape", "seconds")
+SKIPPED = ("counted", "counted-wide", "counted-picture", "by-shape", "seconds")
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,21 @@ def cells() -> dict[str, Any]:
 
 def says(*sentences: str) -> None:
     """The text has these words; a test that holds a number names the words it holds."""
-    text = " ".join(re.sub(r"[*`]", "", cell.source) for cell in LESSON.cells if cell.cell_type == "markdown")
-    text = " ".join(text.split())
+    texts = [cell.source for cell in LESSON.cells if is_text(cell)]
+    text = " ".join(re.sub(r"[*`]", "", " ".join(texts)).split())
     for sentence in sentences:
         assert sentence in text, sentence
+
+
+def is_text(cell: Any) -> bool:
+    """Whether a cell is read: prose, a guess, or what became of it."""
+    return cell.cell_type == "markdown" or "predict(" in cell.source or ".reveal(" in cell.source
+
+
+def revealed(name: str) -> str:
+    """The option that the cell called ``name`` reveals as right."""
+    (source,) = (cell.source for cell in LESSON.cells if cell.id == name)
+    return re.search(r'answer="(\w)"', source)[1]
 
 
 def off(cells: dict[str, Any], blocks: Any, truth: Any, layout: Any) -> float:
@@ -49,9 +60,10 @@ def off(cells: dict[str, Any], blocks: Any, truth: Any, layout: Any) -> float:
 def test_who_keeps_what(cells: dict[str, Any]) -> None:
     says(
         "Those are 1/4 of X and 1/4 of W, and two ranks need the same.",
-        "Answer B.",
         "1/8, and the two of a pair",
+        "a rank of eight would hold as much as one of four",
     )
+    assert revealed("keeps-seen") == "B"
     says("X[0,1] is needed by the ranks along j", "W[1,0] is shared along i, and Y[0,0] along k")
     sizes, layouts = cells["SIZES"], cells["LAYOUTS"]
     assert {layout.share(sizes).denominator for layout in layouts.values()} == {8}
@@ -77,7 +89,7 @@ def test_at_rest_and_while_computing(cells: dict[str, Any]) -> None:
     """S62."""
     says(
         "X is 16 x 256 and W is 256 x 64.",
-        "C: its own 1/8, and 1/4 of all that is gathered or not yet scattered.",
+        "Its own 1/8, and on top of it 1/4 of all, gathered or not yet scattered.",
     )
     result = run(cells["one_product"], ranks=8, record=("memory",))
     assert result.values == [(512, 2048, 128)] * 8
@@ -106,7 +118,11 @@ def test_backward(cells: dict[str, Any]) -> None:
 
 
 def test_two_in_a_row(cells: dict[str, Any]) -> None:
-    says("No refusal, no odd shape, a wrong number.", "Both blocks have B/4 rows")
+    says('C="a wrong number, and no error"', "both blocks have B/4 rows and half of the columns")
+    assert revealed("row-seen") == "C"
+    says("The output does not have the layout of the input: j and k have changed places.")
+    shapes = {layout.local_shape((12, 8), cells["SIZES"]) for layout in (Cube().X, Cube().Y)}
+    assert shapes == {(12 // 4, 8 // 2)} and [str(Cube().X), str(Cube().Y)] == ["B@i@j D@k", "B@i@k F@j"]
     whole = cells["X"] @ cells["W"] @ cells["W2"]
     assert off(cells, cells["again"], whole, Cube().Y) > 0.5
     assert off(cells, cells["turned"], whole, Cube().exchanged().Y) < 1e-14
@@ -126,6 +142,16 @@ def order(by: str, tokens: int, h: int) -> list[str]:
 
 
 def test_the_five_at_64_ranks() -> None:
+    """By the formulas, which test_compare.py holds against counted runs of all five."""
+    says('B="3D kept least, 2.5D most"', "so its blocks are four times as large")
+    assert revealed("counted") == "B"
+    flat, deep = (next(way for way in ways(64) if way.name == name) for name in ("2D", "2.5D"))
+    assert deep.schemes[0].W.share(deep.sizes) == 4 * flat.schemes[0].W.share(flat.sizes)
+    says('B="1D"', "1D sends activations only, and these grow with h; weights grow with h²")
+    assert revealed("counted-wide") == "B"
+    sent = {way.name: [formula(way, 64, h).sent / (64 * h) for h in (64, 256)] for way in ways(64)}
+    assert sent["1D"][0] == sent["1D"][1]
+    assert all(wide > before for name, (before, wide) in sent.items() if name != "1D")
     says("With h = b·s the order of bytes is 3D kept, 3D, 2D, 1D, 2.5D.")
     assert order("sent", 64, 64) == ["3D kept", "3D", "2D", "1D", "2.5D"]
     says("With h = 4 b·s 1D has overtaken all but one")

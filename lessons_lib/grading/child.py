@@ -27,7 +27,7 @@ from torch import Tensor
 from lessons_lib import mesh as meshes
 from lessons_lib.errors import RunTimeoutError
 from lessons_lib.grading.exercise import Axis, WholeMesh, tensors_in
-from lessons_lib.grading.job import TRIAL_S, Call, Job
+from lessons_lib.grading.job import Call, Job
 from lessons_lib.mesh import Mesh
 from lessons_lib.spmd import _torch_internals, by_value, launcher, rank_group
 from lessons_lib.spmd.current import current
@@ -82,7 +82,7 @@ def _do(job: Job, connection: Connection) -> None:
     _tell(connection, ready=True)
     functions = pickle.loads(job.functions)
     for number, call in enumerate(job.calls):
-        told = _tried(functions, call)
+        told = _tried(functions, call, job.trial_s)
         _tell(connection, trial=number, **told)
         if number == 0 and printed.n_characters:
             _tell(connection, printed=printed.kept, n_characters=printed.n_characters)
@@ -117,12 +117,12 @@ def _tell(connection: Connection, **message: Any) -> None:
 # ---- one trial ----
 
 
-def _tried(functions: dict[str, Callable[..., Any]], call: Call) -> dict[str, Any]:
+def _tried(functions: dict[str, Callable[..., Any]], call: Call, trial_s: float) -> dict[str, Any]:
     """Run a trial and say what came out, in numbers and text."""
     function = functions[call.function]
     step = partial(_on_a_rank, function, dict(call.sizes), call.args, call.upstream, call.then)
     packed = by_value.pack(step, ())
-    asked = Request(len(call.args), packed, call.function, call.machine, ("memory",), TRIAL_S, 0, call.turns)
+    asked = Request(len(call.args), packed, call.function, call.machine, ("memory",), trial_s, 0, call.turns)
     result = launcher.run_threads(asked)
     error = result.error
     return {

@@ -13,7 +13,6 @@ from typing import Any
 
 from lessons_lib.grading.diagnosis import TOLERANCE, complaint, largest_error
 from lessons_lib.grading.exercise import FLOAT64_BYTES, Claim, Exercise, Trial, tensors_in
-from lessons_lib.grading.job import TRIAL_S
 from lessons_lib.grading.report import Line
 from lessons_lib.grading.sandbox import Outcome
 from lessons_lib.timeline import Event, Where
@@ -89,7 +88,7 @@ def _failure(trial: Trial, told: Told, exercise: Exercise) -> str:
         return f"no rank can go on. {why[:1].upper()}{why[1:]}"
     if kind == "RunTimeoutError":
         look = next((line for line in lines if line.startswith("Try: ")), "").removeprefix("Try: ")
-        return f"it did not end within {TRIAL_S:g} s and was stopped: {look}".rstrip(": ")
+        return f"it did not end within {told['seconds']:.0f} s and was stopped: {look}".rstrip(": ")
     return f"{lines[0]}{_innermost(lines)}"
 
 

@@ -20,14 +20,14 @@ from typing import Any
 
 from lessons_lib.errors import RunError
 from lessons_lib.grading.exercise import Trial
-from lessons_lib.grading.job import TRIAL_S, Call, Job
+from lessons_lib.grading.job import TRIAL_S, Call, Job, patience
 from lessons_lib.spmd import by_value, processes
 from lessons_lib.spmd.lines import notebook_cells
 
 CHILD = "lessons_lib.grading.child"
 DIED = "died"
 STARTING_S = 60.0  # a new Python that loads torch takes its time
-SILENT_S = TRIAL_S + 3.0  # a child that says nothing for so long is not coming back
+SILENT_S = TRIAL_S + 3.0  # a child that says nothing for so long is not coming back, on an idle machine
 AT_MOST_S = 30.0  # for all trials together
 LONGEST_MESSAGE = 64 * 2**20  # bytes
 
@@ -39,6 +39,7 @@ class Outcome:
     """What became of a job. ``told`` has what each trial told, as far as the child got."""
 
     told: list[dict[str, Any]] = field(default_factory=list)
+    patience: float = 1.0  # how many times longer than on an idle machine was waited
     ended: str = ""  # why it did not get to the end
     printed: str = ""
     n_printed: int = 0
@@ -52,14 +53,15 @@ def run_in_child(
     start: Start | None = None,
 ) -> Outcome:
     """Run every trial with the learner's ``functions``; raise RefusedError if they cannot be sent."""
+    outcome = Outcome(patience=patience())
     job = Job(
         functions=_packed(functions),
         calls=[_call(trial, seed) for trial, seed in zip(trials, turns, strict=True)],
         cells=notebook_cells(),
         path=list(sys.path),
         working_directory=os.getcwd(),
+        trial_s=TRIAL_S * outcome.patience,
     )
-    outcome = Outcome()
     try:
         ((connection, process),) = (start or _default_start())(1, CHILD)
     except RunError as error:
@@ -108,13 +110,14 @@ def _listen(connection: Connection, outcome: Outcome) -> str:
     silent_s, until = STARTING_S, time.perf_counter() + STARTING_S
     while True:
         if not connection.poll(max(0.0, min(silent_s, until - time.perf_counter()))):
-            return f"it was stopped: nothing was heard of it for {SILENT_S:g} s. Is it in a loop?"
+            return f"it was stopped: nothing was heard of it for {silent_s:.0f} s. Is it in a loop?"
         try:
             message = json.loads(connection.recv_bytes(LONGEST_MESSAGE))
         except (EOFError, OSError, ValueError):
             return DIED
         if "ready" in message:
-            silent_s, until = SILENT_S, time.perf_counter() + AT_MOST_S
+            silent_s = SILENT_S * outcome.patience
+            until = time.perf_counter() + AT_MOST_S * outcome.patience
         elif "trial" in message:
             outcome.told.append(message)
         elif "printed" in message:

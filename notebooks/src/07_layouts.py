@@ -3,17 +3,13 @@
 #
 # Four ranks compute Y = X W together. All numbers in X and in W are ones, and X has 8 columns, so every number of Y
 # is 8. Rank 1 holds Y[0,0] = 2. **Is it wrong?**
-#
-# * A: yes, 2 is not 8
-# * B: no, others hold the rest of it
-# * C: from the number alone, nobody can say
 
 # %% tags=["setup"]
 import torch
 import torch.distributed as dist
 
 from lessons_lib import Layout, Mesh, run
-from lessons_lib.grading import recap
+from lessons_lib.grading import predict, recap
 from lessons_lib.redistribute import redistribute, redistribution
 from lessons_lib.tensor_parallel import SCHEMES
 from lessons_lib.views import layout_picture, mesh_picture
@@ -21,8 +17,8 @@ from lessons_lib.views import layout_picture, mesh_picture
 B, D, F = 32, 8, 16  # rows, the dim that is summed over, columns
 X, W = torch.ones(B, D, dtype=torch.float64), torch.ones(D, F, dtype=torch.float64)
 
-def error(ours, truth):
-    return f"{(ours - truth).norm() / truth.norm():.0e}"
+is_wrong = predict("Every number of Y is 8, and rank 1 holds Y[0,0] = 2. Is it wrong?",
+    A="yes, 2 is not 8", B="no, others hold the rest of it", C="from the number alone, nobody can say")
 
 # %% [markdown] minutes=1 core=true
 # ## Before you begin
@@ -48,13 +44,23 @@ def product(x_layout, w_layout):
 # **Guess:** in which of the three does rank 1 hold a 2?
 
 # %% name="three-products-run"
+held = []
 for x_layout, w_layout in (("B D", "D F@tp"), ("B@tp D", "D F"), ("B D@tp", "D@tp F")):
     y = run(product, x_layout, w_layout, ranks=4).values[1]
+    held.append(y[0, 0].item())
     print(f"{x_layout:6} times {w_layout:6}  rank 1 has shape {tuple(y.shape)}, and Y[0,0] = {y[0, 0].item()}")
+
+# %% name="is-wrong-seen"
+is_wrong.reveal(
+    f"Y[0,0] on rank 1, three times the same Y: {held}",
+    answer="C",
+    A="it is right as a term of a sum: four ranks hold 2 each, which makes 8",
+    B="they do in the third way; in the others rank 1 has to hold 8, and 2 would be an error",
+)
 
 # %% [markdown] minutes=1 core=true
 # In the third, where each rank multiplies two columns of X with two rows of W. Its 2 is a right *term*, and as a value
-# it would be wrong: C. Nor does the shape help. The only product of the full shape is the one that is not finished.
+# it would be wrong. Nor does the shape help. The only product of the full shape is the one that is not finished.
 #
 # What gives a number its meaning is the **layout**: which dims are cut, over which mesh axes, and what has still to
 # be added up. This one is `B F +tp`, a partial sum over tp.
@@ -66,7 +72,7 @@ layout_picture(Layout("B F +tp"), (B, F), {"tp": 4}, name="Y")
 # ## What a term may do
 #
 # A partial sum looks like a value. May you use it like one? Each rank does something to its term; after that the
-# terms are added up. **Guess:** which of these come out as if the sum had been there from the start?
+# terms are added up.
 
 # %% name="on-terms"
 OPERATIONS = {
@@ -83,10 +89,27 @@ def on_terms():
     term = Layout("B D@tp").shard(X, mesh) @ Layout("D@tp F").shard(W, mesh)
     return [mesh["tp"].all_reduce(operation(term))[0, 0].item() for operation in OPERATIONS.values()]
 
+# %% name="on-terms-guess"
+early = predict(
+    "Which of the six come out as if the sum had been there from the start?",
+    A="all: it does not matter when one adds up",
+    B="3 y, y + y and y V",
+    C="all but y V, which mixes the columns",
+)
+
 # %% name="on-terms-run"
-right = [operation(X @ W)[0, 0].item() for operation in OPERATIONS.values()]
-for name, ours, truth in zip(OPERATIONS, run(on_terms, ranks=4).values[0], right):
-    print(f"{name:12} {ours:6}   right: {truth:5}   {'' if ours == truth else 'WRONG'}")
+truths = {name: operation(X @ W)[0, 0].item() for name, operation in OPERATIONS.items()}
+found = dict(zip(OPERATIONS, run(on_terms, ranks=4).values[0]))
+for name, truth in truths.items():
+    print(f"{name:12} {found[name]:6}   right: {truth:5}   {'' if found[name] == truth else 'WRONG'}")
+
+# %% name="on-terms-seen"
+early.reveal(
+    "right: " + ", ".join(name for name in OPERATIONS if found[name] == truths[name]),
+    answer="B",
+    A="a term is not a value: y + 1 adds a one on each of four ranks, so 12 comes out and not 9",
+    C="y V may mix, it is linear; y + 1, y * y and relu take each number for itself, and need the whole of it",
+)
 
 # %% [markdown] minutes=1 core=true
 # Scaling, adding two partial sums, another product: what is linear may come before the sum. A constant is added once
@@ -137,7 +160,15 @@ layout_picture(Layout("B@k@i F"), (4, 2), {"i": 2, "k": 2}, name="Y")
 # %% [markdown] minutes=1 core=true
 # Row 2. The same shapes, the same sizes, and two of four ranks hold something else.
 #
-# **Break it.** Cut by one order, put together by the other. **Guess:** what goes wrong, and who notices?
+# **Break it.** Cut by one order, put together by the other.
+
+# %% name="wrong-order-guess"
+mixed_up = predict(
+    "Cut by B@i@k, put together by B@k@i. What happens?",
+    A="nothing, both cut the rows in four",
+    B="an error, the layouts do not match",
+    C="two rows change places, and nobody notices",
+)
 
 # %% name="wrong-order"
 def wrong_order():
@@ -145,12 +176,20 @@ def wrong_order():
     block = Layout("B@i@k").shard(rows, mesh)
     return Layout("B@k@i").unshard(block, mesh).tolist()
 
-print(run(wrong_order, ranks=4).values)
+together = run(wrong_order, ranks=4).values
+print(together)
+
+# %% name="wrong-order-seen"
+mixed_up.reveal(
+    f"rows on rank 0: {together[0]}",
+    answer="C",
+    A="in four, but ranks 1 and 2 get different rows: the order of axes is part of a layout",
+    B="a block does not remember how it was cut, and the shapes are the same",
+)
 
 # %% [markdown] minutes=1 core=true
-# Two rows have changed places, on every rank alike, and nobody complains: a layout is a promise, and a block does not
-# remember how it was cut. The order of axes is not cosmetic. In a model it would exchange two sentences, or two halves
-# of every vector, and the loss would still be a number.
+# On every rank alike, and nobody complains: a layout is a promise. The order of axes is not cosmetic. In a model it would
+# exchange two sentences, or two halves of every vector, and the loss would still be a number.
 
 # %% [markdown] minutes=2 core=true
 # ## From any layout to any other
@@ -257,17 +296,34 @@ print(bills(32, 8, 16))
 # Four times the same Y, and bills from 384 to 768. The first two gather a Y that is cut. The inner dim must also *add*,
 # which costs twice as much. The grid gathers Y, too, and 96 more for blocks of X and W on the way.
 #
-# So never cut the dim that is summed over? The same three sizes, dealt out differently. **Guess:** B = 8, D = 32,
-# F = 16. Who is last now?
+# So never cut the dim that is summed over? The same three sizes, dealt out differently:
+
+# %% name="turned-guess"
+sends_most = predict(
+    "B = 8, D = 32, F = 16. Who sends most now?",
+    A="the inner dim, and more than before: D is four times as long",
+    B="the grid",
+    C="the inner dim, as before: each layout has its price",
+)
 
 # %% name="bills-turned"
-print(bills(8, 32, 16))
+turned = bills(8, 32, 16)
+sends_most.reveal(
+    turned,
+    answer="B",
+    A="however long D is, what is sent are terms of Y, and Y has a quarter of its size",
+    C="only layouts and shape together have a price: Y was the largest of the three and is now the smallest",
+)
 
 # %% [markdown] minutes=2 core=true
-# The grid. Now X and W are large, and Y is small. The inner dim sends only Y, however long D is; the grid sends blocks of
+# Now Y is the smallest of the three. The inner dim sends only Y, however long D is; the grid sends blocks of
 # X and W. The order has turned.
 #
-# And if the wish is another? Next comes something that works row by row, and each rank is content with some rows of Y:
+# And if the wish is another? Next comes something that works row by row, and each rank is content with some rows of Y. On
+# the grid that is `B@row@col F`:
+
+# %% name="grid-rows-picture"
+layout_picture(Layout("B@row@col F"), (B, F), {"row": 2, "col": 2}, name="Y")
 
 # %% name="bills-of-rows"
 print(bills(32, 8, 16, wish="B@tp F", wish_on_grid="B@row@col F"))
@@ -276,9 +332,6 @@ print(bills(32, 8, 16, wish="B@tp F", wish_on_grid="B@row@col F"))
 # Nothing, for who had cut the rows from the start. A product has no price: only a product *with the layouts before it and
 # the wish behind it* has one. That is why a column-cut layer is followed by a row-cut one in lesson 08, and why all of
 # lessons 13 to 15 are about three layouts each.
-
-# %% name="grid-rows-picture"
-layout_picture(Layout("B@row@col F"), (B, F), {"row": 2, "col": 2}, name="Y")
 
 # %% [markdown] core=true
 # Any product, any layouts: choose how X and W lie and how you want Y, and read the cheapest way and its bill.

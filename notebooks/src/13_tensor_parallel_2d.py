@@ -3,16 +3,12 @@
 #
 # In lesson 08 every rank had a whole X. Now X is too large for any rank, and so is W. **Neither fits anywhere. Can you
 # still multiply?**
-#
-# * A: no; a number of Y needs a whole row of X and a whole column of W
-# * B: yes, if every rank gathers its row of X and its column of W for a moment
-# * C: yes, and no rank ever needs more than a few blocks
 
 # %% tags=["setup"]
 import torch
 
 from lessons_lib import Layout, Mesh, region, run
-from lessons_lib.grading import recap
+from lessons_lib.grading import predict, recap
 from lessons_lib.tensor_parallel import SCHEMES, Summa, TensorParallelLinear
 from lessons_lib.views import mesh_picture
 
@@ -41,8 +37,18 @@ recap("13")
 # %% [markdown] minutes=2 core=true
 # ## Everything cut both ways
 #
-# Nine ranks in a square. Each has one block of nine of X, one of W, and is to have one of Y. All three lie alike: rows
-# over `row`, columns over `col`.
+# Nine ranks in a square. Each has one block of nine of X, one of W, and is to have one of Y.
+
+# %% name="multiply-guess"
+can_multiply = predict(
+    "Neither X nor W fits on any rank. Can they still make Y?",
+    A="no: a number of Y needs a whole row of X and a whole column of W",
+    B="yes, if every rank gathers its row of X and its column of W for a moment",
+    C="yes, and no rank ever needs more than a few blocks",
+)
+
+# %% [markdown] core=true
+# All three lie alike: rows over `row`, columns over `col`.
 
 # %% name="grid-picture"
 mesh_picture(LAYOUTS, {"row": 3, "col": 3}, rank=4)
@@ -56,10 +62,10 @@ mesh_picture(LAYOUTS, {"row": 3, "col": 3}, rank=4)
 # grid column.
 
 # %% [markdown] minutes=1 core=true
-# ## Gather it all
+# ### Gather it all
 #
-# First answer B. `on_grid`, in the setup cell, gives each rank its blocks. Remember from lesson 01: `mesh["col"]` holds the ranks that differ in `col`, so along a grid *row* runs
-# `mesh["col"]`.
+# First with B. `on_grid`, in the setup cell, gives each rank its blocks. Remember from lesson 01: `mesh["col"]` holds the
+# ranks that differ in `col`, so along a grid *row* runs `mesh["col"]`.
 
 # %% name="gathered"
 def gathered(x, w, mesh):
@@ -98,17 +104,16 @@ for q in (2, 3):
     result = run(on_grid, summa, q, ranks=q * q)
     print(f"{q} x {q}: error {error(result.values, X @ W, LAYOUTS['Y'])}, {result.trace.bytes_sent(0) // 8} elements sent")
 
-# %% [markdown] core=true
-# On the clock of nine H100s, step by step:
+# %% [markdown] minutes=1 core=true
+# The same. Each block still has to get to the other ranks of its row or column: q−1 blocks of X and q−1 of W are sent by
+# each rank, however they are wrapped. On the clock of nine H100s, step by step:
 
 # %% name="summa-picture"
 run(on_grid, summa, 3, ranks=9, machine="9xH100")
 
-# %% [markdown] minutes=2 core=true
-# The same. Each block still has to get to the other ranks of its row or column: q−1 blocks of X and q−1 of W are sent by
-# each rank, however they are wrapped.
-#
-# **Break it.** Exchange the two axes: X comes along the column, W along the row. **Guess:** a wrong shape, a hang, or a wrong number?
+# %% [markdown] minutes=1 core=true
+# **Break it.** Exchange the two axes: X comes along the column, W along the row. **Guess:** a wrong shape, a hang, or a wrong
+# number?
 
 # %% name="wrong-axes"
 def wrong_axes(x, w, mesh):
@@ -149,6 +154,7 @@ def held_in_1d(multiply, q, n=144):  # a column-parallel layer: X is whole
 # **Guess:** from 4 ranks to 16, what becomes of the peak of each?
 
 # %% name="held-run"
+fullest = {}
 for name, step, multiply in (
     ("1D", held_in_1d, None),
     ("gathered", held, gathered),
@@ -156,13 +162,20 @@ for name, step, multiply in (
     ("SUMMA, library", held, Summa().forward),
 ):
     runs = [run(step, multiply, q, ranks=q * q, record=("memory",)) for q in (2, 3, 4)]
-    peaks = [result.trace.peak_bytes(rank=0) / 4 for result in runs]
-    print(f"{name:15}", *(f"{peak / 144**2:6.2f} n²" for peak in peaks), "  on 4, 9, 16 ranks")
+    fullest[name] = [result.trace.peak_bytes(rank=0) / 4 / 144**2 for result in runs]
+    print(f"{name:15}", *(f"{peak:6.2f} n²" for peak in fullest[name]), "  on 4, 9, 16 ranks")
+
+# %% name="multiply-seen"
+can_multiply.reveal(
+    "on 16 ranks, in n²: " + ", ".join(f"{name} {peaks[-1]:.2f}" for name, peaks in fullest.items()),
+    answer="C",
+    A="the row and the column meet in q steps, and each step needs one block of either",
+    B="that is one way; but the q terms need not come all at once, and so nobody needs a whole row",
+)
 
 # %% [markdown] minutes=2 core=true
 # With 1D the peak never falls below one whole X. Gathered rows fall with the *side* of the grid, 1/q: twice as many
-# ranks do not halve them. SUMMA falls with the number of ranks: no row of X, nor anything else, is whole anywhere, and
-# the answer to the first question is C.
+# ranks do not halve them. SUMMA falls with the number of ranks: no row of X, nor anything else, is whole anywhere.
 #
 # The library keeps two panels of each, one in use while the next one travels, and adds into Y in place.
 
@@ -185,11 +198,15 @@ scheme_stepper("2D on 3 x 3", result="Y", stage=2, rank=4)
 # $$dX_{il} = \sum_j dY_{ij} W_{lj}^T \qquad\qquad dW_{lj} = \sum_i X_{il}^T dY_{ij}$$
 #
 # Look at dX. In step l the block W[l,j] comes along column j, as it did forward. Each rank makes one term. The terms of
-# dX[i,l] lie along grid row i. **Guess:** what is done with them?
-#
-# * A: all-reduce along the row
-# * B: reduce along the row, to its rank in column l
-# * C: nothing, each keeps its own
+# dX[i,l] lie along grid row i.
+
+# %% name="terms-guess"
+terms = predict(
+    "What is done with the terms of dX[i,l]?",
+    A="all-reduce along the row",
+    B="reduce along the row, to its rank in column l",
+    C="nothing, each rank keeps its own",
+)
 
 # %% name="backward"
 def backward(dy, x, w, mesh):
@@ -215,8 +232,16 @@ dxs, dws = zip(*result.values)
 print("dX", error(dxs, dY @ W.T, LAYOUTS["X"]), "  dW", error(dws, X.T @ dY, LAYOUTS["W"]))
 print("elements sent", result.trace.bytes_sent(rank=0) // 8)
 
+# %% name="terms-seen"
+terms.reveal(
+    f"reduced to the owner: error {error(dxs, dY @ W.T, LAYOUTS['X'])}",
+    answer="B",
+    A="q ranks would have the block, each as a copy, and only one of them is to keep it",
+    C="a term was made from one block of dY's columns, and dX is the sum over all of them",
+)
+
 # %% [markdown] minutes=2 core=true
-# B. The sum belongs to the rank that owns the block, and to nobody else. A broadcast forward becomes a reduce backward:
+# The sum belongs to the rank that owns the block, and to nobody else. A broadcast forward becomes a reduce backward:
 # what went out to many comes back as a sum.
 #
 # Each of the three products sends q−1 blocks of X and q−1 of W, so backward sends twice what forward does:
@@ -246,8 +271,6 @@ def layers():
 
 by_library = run(layers, ranks=4, machine="4xH100")
 print("error", error(by_library.values, down(nn.functional.gelu(up(X))).detach(), LAYOUTS["X"]))
-
-# %% name="layers-picture"
 by_library
 
 # %% [markdown] minutes=2 core=true
@@ -259,8 +282,14 @@ by_library
 #
 # Now 1D against 2D, a whole transformer layer: four linears, h to 3h, h to h, h to 4h, 4h to h, forward and backward. The
 # batch has b·s tokens. `count` runs the layer on ranks and counts what they send.
-#
-# **Guess:** with as many tokens as h, who sends less at 4, at 9, at 16 ranks?
+
+# %% name="who-guess"
+who = predict(
+    "As many tokens as h: who sends less at 4, at 9, at 16 ranks?",
+    A="2D, each time: it cuts everything",
+    B="1D, each time",
+    C="1D at 4 ranks, 2D at 9 and 16",
+)
 
 # %% name="who-sends-less"
 from lessons_lib.cost import count, crossover, formula, ways
@@ -268,13 +297,23 @@ from lessons_lib.cost import count, crossover, formula, ways
 def both(n_ranks):
     return [way for way in ways(n_ranks) if way.name in ("1D", "2D")]
 
+times = {}
 for n_ranks in (4, 9, 16):
-    sent = {way.name: float(count(way, 6 * n_ranks, 6 * n_ranks).sent / (6 * n_ranks) ** 2) for way in both(n_ranks)}
-    print(f"{n_ranks:2} ranks:", "   ".join(f"{name} sends {n:.2f} b·s·h" for name, n in sent.items()))
+    one, two = (float(count(way, 6 * n_ranks, 6 * n_ranks).sent / (6 * n_ranks) ** 2) for way in both(n_ranks))
+    print(f"{n_ranks:2} ranks: 1D sends {one:.2f} b·s·h, 2D sends {two:.2f} b·s·h")
+    times[n_ranks] = two / one
+
+# %% name="who-seen"
+who.reveal(
+    ", ".join(f"{n_ranks} ranks: 2D sends {n:.2f} times as much" for n_ranks, n in times.items()),
+    answer="B",
+    A="what is cut has to travel, weights too; 1D never sends a weight",
+    C="more ranks help 2D, but with so few tokens 16 do not suffice",
+)
 
 # %% [markdown] minutes=2 core=true
-# 1D does, each time. 1D sends only activations. 2D sends activations *and weights*, and a layer has 12 h² of those.
-# With more tokens the weights count for less. **Guess:** from how many tokens on does 2D win? In units of h.
+# 1D sends only activations. 2D sends activations *and weights*, and a layer has 12 h² of those. With more tokens the
+# weights count for less. **Guess:** from how many tokens on does 2D win? In units of h.
 
 # %% name="crossovers"
 winner = {}
@@ -401,8 +440,8 @@ print("elements sent", by_torch.trace.bytes_sent(0, "forward") // 8, "and by SUM
 print([event.kind for event in by_torch.trace.collectives(0, "forward")], "  placements of dW", of_gradient[0])
 
 # %% [markdown] minutes=2 core=true
-# Answer B: it gathers a whole row of X and a whole column of W. The numbers and the bytes are SUMMA's, the memory is not.
-# And the gradient of W comes back as a partial sum over `row`, in another layout than W: what has still to be added up
+# It gathers a whole row of X and a whole column of W, as we did first. The numbers and the bytes are SUMMA's, the memory
+# is not. And the gradient of W comes back as a partial sum over `row`, in another layout than W: what has still to be added up
 # before the optimizer may touch it is up to you.
 
 # %% [markdown] minutes=1 core=true

@@ -2,19 +2,14 @@
 # # Tensor parallel in 2.5D
 #
 # Four ranks multiply on a 2 x 2 square. Four more arrive. **A larger square, or two squares?**
-#
-# * A: a larger square; with eight ranks everything is cut into eight
-# * B: two squares, each with half of the rows of X and with all of W
-# * C: two squares, each with half of W and with all the rows of X
 
 # %% tags=["setup"]
-import matplotlib.pyplot as plt
 import torch
 
 from lessons_lib import Layout, Mesh, region, run
-from lessons_lib.grading import recap
+from lessons_lib.grading import predict, recap
 from lessons_lib.layout import coordinates
-from lessons_lib.tensor_parallel import Summa, Tesseract, TensorParallelLinear
+from lessons_lib.tensor_parallel import SCHEMES, Summa, Tesseract, TensorParallelLinear
 from lessons_lib.views import layout_picture, mesh_picture
 
 B, D, F = 24, 8, 12  # rows, model width, outputs
@@ -36,18 +31,38 @@ def error(blocks, truth, layout, sizes=SIZES):
 # %% name="recap"
 recap("14")
 
-# %% [markdown] minutes=2 core=true
-# ## Two squares
+# %% [markdown] minutes=1 core=true
+# ## Four more ranks
 #
-# Eight is no square: A is impossible. Two squares, then, one behind the other, along a third axis called depth. Two *layers*
-# of the grid, each a square as in lesson 13.
+# Each of the first four holds a quarter of X and a quarter of W. How are eight to share the work?
+
+# %% name="eight-guess"
+eight = predict(
+    "A larger square, or two squares?",
+    A="a larger square, everything cut into eight",
+    B="two squares, each with half of the rows of X and with all of W",
+    C="two squares, each with half of X and half of W",
+)
+
+# %% [markdown] minutes=1 core=true
+# Two squares, one behind the other, along a third axis called depth. Two *layers* of the grid, each a square as in
+# lesson 13.
 
 # %% name="grid-picture"
 mesh_picture(LAYOUTS, SIZES)
 
+# %% name="eight-seen"
+owners = {name: LAYOUTS[name].owners(SIZES)[0, 0] for name in LAYOUTS}
+eight.reveal(
+    f"ranks with block [0,0]: {owners}",
+    answer="B",
+    A="eight is no square, and on 2 x 4 the blocks of X and W would not meet",
+    C="half of the rows times half of the columns is a quarter of Y: two squares would make half of it",
+)
+
 # %% [markdown] minutes=1 core=true
 # The rows of X are cut over depth, and then over the rows of the square: `B@depth@row`. W does not know depth. Rank 4 has
-# the same block of W as rank 0, and other rows of X. That is B. With C it would be X of which there are copies.
+# the same block of W as rank 0, and other rows of X.
 #
 # **Guess:** forward, what do the two layers have to say to each other?
 
@@ -69,7 +84,15 @@ result
 # %% [markdown] minutes=2 core=true
 # ## What a rank holds
 #
-# **Guess:** with 4, 8, 12 ranks, so depth 1, 2, 3: which part of W does a rank hold? And of X?
+# With 4, 8, 12 ranks the depth is 1, 2, 3.
+
+# %% name="shares-guess"
+of_w = predict(
+    "4, 8, 12 ranks: which part of W does a rank hold?",
+    A="1/4, 1/8, 1/12: the more ranks, the less",
+    B="1/4, 1/4, 1/4",
+    C="1/4, and from 8 ranks on all of it: every layer needs W",
+)
 
 # %% name="shares"
 def held(sizes):
@@ -82,9 +105,20 @@ for d in (1, 2, 3):
     x, w = run(held, sizes, ranks=4 * d).values[0]
     print(f"{4 * d:2} ranks: {x} of {X.numel()} elements of X, {w} of {W.numel()} of W")
 
+# %% name="shares-seen"
+of_w.reveal(
+    f"with {4 * d} ranks still {w / W.numel():.2f} of W, and {x / X.numel():.3f} of X",
+    answer="B",
+    A="that is X. Depth adds copies of W, and no cut",
+    C="every layer needs W, and its four ranks share it",
+)
+
 # %% [markdown] minutes=1 core=true
 # X shrinks with every rank. W does not shrink at all: a quarter, whatever the depth. More ranks, and not one byte less of
 # weights. So depth is for activations, that is for many tokens. Where weights are the burden, widen the square.
+
+# %% name="w-picture"
+layout_picture(LAYOUTS["W"], (D, F), SIZES, name="W")
 
 # %% [markdown] minutes=3 core=true
 # ## Backward: what depth is owed
@@ -143,7 +177,15 @@ layout_picture("D@row F@col +depth", (D, F), SIZES, name="dW")
 # %% [markdown] minutes=3 core=true
 # ## Would the loss tell?
 #
-# Train W on 24 rows with noise, with and without the sum over depth. **Guess:** which loss falls further?
+# Train W on 24 rows with noise, with and without the sum over depth.
+
+# %% name="loss-guess"
+loss = predict(
+    "Without the sum, what does the training loss do?",
+    A="it falls less far: half of the gradient is missing",
+    B="it falls further",
+    C="it jumps about: the gradient is off by 83 %",
+)
 
 # %% name="train"
 target = X @ torch.randn(D, F, dtype=torch.float64) + 0.5 * torch.randn(B, F, dtype=torch.float64)
@@ -162,13 +204,25 @@ def train(over_depth, n_steps=35):
 with_sum, without = run(train, True, ranks=8).values, run(train, False, ranks=8).values
 
 # %% name="train-curves"
+import matplotlib.pyplot as plt
+
+ends = {}
 figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 for name, values, colour in (("with the sum", with_sum, "#0072b2"), ("without", without, "#d55e00")):
     losses = [sum(terms) for terms in zip(*(losses for losses, _ in values))]
-    axes.plot(losses, color=colour, label=f"{name}, at the end {losses[-1]:.3f}")
+    ends[name] = round(losses[-1], 3)
+    axes.plot(losses, color=colour, label=f"{name}, at the end {ends[name]}")
 axes.set(title="Training loss", xlabel="step", yscale="log")
 axes.legend()
 plt.show()
+
+# %% name="loss-seen"
+loss.reveal(
+    f"at the end {ends}",
+    answer="B",
+    A="for a layer nothing is missing: its term is the whole gradient of its own 12 rows",
+    C="off for the whole batch, and right for the rows that the layer has",
+)
 
 # %% name="copies"
 for name, values in (("with the sum", with_sum), ("without", without)):
@@ -176,7 +230,7 @@ for name, values in (("with the sum", with_sum), ("without", without)):
     print(f"{name:12}  rank 0 and rank 4, copies of one block of W, differ by {(w[0] - w[4]).norm() / w[0].norm():.2f}")
 
 # %% [markdown] minutes=2 core=true
-# Without the sum it falls *further*. Each layer fits its own 12 rows, and there are two models now, in what was to be one.
+# It falls *further*. Each layer fits its own 12 rows, and there are two models now, in what was to be one.
 # The loss is happy. Whoever saves a checkpoint takes the copy of layer 0 and gets a model that has never seen half of the
 # data.
 
@@ -193,7 +247,6 @@ def bias_gradients():
     over_row = mesh["row"].all_reduce(mine)
     return mine, over_row, mesh["depth"].all_reduce(over_row)
 
-# %% name="bias-run"
 for name, found in zip(("mine", "over row", "over row and depth"), zip(*run(bias_gradients, ranks=8).values)):
     print(f"{name:18}", f"error {error(found, dY.sum(0), Layout('F@col')):.1e}")
 
@@ -273,19 +326,39 @@ for q, d in ((2, 1), (2, 2), (2, 3), (3, 2)):
 # %% [markdown] minutes=2 core=true
 # ## Is d = q the 3D algorithm?
 #
-# With d = q there are q³ ranks, a cube. **Guess:** is that the 3D of the next lesson under another name?
+# With d = q there are q³ ranks, a cube.
+
+# %% name="cube-guess"
+cube = predict(
+    "Is that the 3D of the next lesson, under another name?",
+    A="yes, both cut a product over three axes",
+    B="in memory yes, in bytes no",
+    C="no, neither",
+)
 
 # %% name="not-3d"
 from lessons_lib.cost import count, ways
 
+measured = []
 for way in (way for way in ways(8) if way.name in ("2.5D", "3D")):
     bill = count(way, 64, 64)
     w = way.schemes[0].W.share(way.sizes)
-    print(f"{way!s:30} holds {w!s:4} of W, sends {float(bill.sent / 64**2):.2f} b·s·h")
+    measured.append(f"{way.name} holds {w} of W and sends {float(bill.sent / 64**2):.2f} b·s·h")
+
+# %% name="cube-seen"
+cube.reveal(
+    "; ".join(measured),
+    answer="C",
+    A="2.5D cuts W over two axes and copies it over the third",
+    B="neither: 2.5D copies W over depth, and 3D cuts it over all three axes",
+)
 
 # %% [markdown] minutes=1 core=true
-# No. It has copies of W, 1/q² on each rank, where the cube has 1/q³; and it sends another amount. Same ranks, another
-# algorithm.
+# It has copies of W, 1/q² on each rank, where the cube has 1/q³; and it sends another amount. Same ranks, another
+# algorithm. In the cube no two ranks hold the same of W:
+
+# %% name="w-in-the-cube"
+layout_picture(SCHEMES["3d"].W, (D, F), {"i": 2, "j": 2, "k": 2}, name="W")
 
 # %% [markdown] minutes=3 core=true
 # ## The same in production

@@ -4,16 +4,12 @@
 # A product Y = X W has three dims: rows B, columns F, and D, which is summed over. Eight ranks in a cube have three axes
 # i, j, k: one for each dim. Rank (i, j, k) multiplies X[i,k] by W[k,j]. Those are 1/4 of X and 1/4 of W, and two ranks
 # need the same. **Who keeps what?**
-#
-# * A: each rank keeps the two blocks it needs, 1/4 of X and of W
-# * B: each keeps half of either, 1/8, and the two of a pair lend each other their halves
-# * C: half of the ranks keep X, the other half W
 
 # %% tags=["setup"]
 import torch
 
 from lessons_lib import Layout, Mesh, run
-from lessons_lib.grading import recap
+from lessons_lib.grading import predict, recap
 from lessons_lib.tensor_parallel import Cube, CubeKept, tensor_parallel_linear
 from lessons_lib.views import cube_picture
 
@@ -42,13 +38,29 @@ recap("15")
 # %% [markdown] minutes=2 core=true
 # ## A cube of ranks
 #
-# Each rank is a small cube, each tensor a face of the large one. A block on a face belongs to the ranks in line with it.
+# Each rank is a small cube, each tensor a face of the large one. A block on a face is what the ranks in line with it need.
+
+# %% name="keeps-guess"
+keeps = predict(
+    "Each block is needed by two ranks. Who keeps what?",
+    A="each rank keeps the two blocks it needs, 1/4 of X and of W",
+    B="each keeps half of either, 1/8, and the two of a pair lend each other their halves",
+    C="half of the ranks keep X, the other half W",
+)
 
 # %% name="cube"
 cube_picture(*LAYOUTS.values(), SIZES, rank=1)
 
+# %% name="keeps-seen"
+keeps.reveal(
+    "a rank keeps " + ", ".join(f"{layout.share(SIZES)} of {name}" for name, layout in LAYOUTS.items()),
+    answer="B",
+    A="then everything would be there twice, and a rank of eight would hold as much as one of four",
+    C="each rank needs both, so every block would be sent whole, by one rank to the other",
+)
+
 # %% [markdown] minutes=2 core=true
-# Answer B. X[0,1] is needed by the ranks along j, so they share its rows: `B@i@j D@k`. W[1,0] is shared along i, and Y[0,0]
+# X[0,1] is needed by the ranks along j, so they share its rows: `B@i@j D@k`. W[1,0] is shared along i, and Y[0,0]
 # along k. So three tensors and three axes: **each tensor is cut by two axes into blocks, and by the third, the one it does
 # not depend on, into the shares of a block.**
 #
@@ -96,10 +108,6 @@ print("error", error(run(in_cube, wrong_axes, ranks=8).values, X @ W, LAYOUTS["Y
 #
 # X is 16 x 256 and W is 256 x 64. **Guess:** which part of them does a rank hold between two layers, and which at its
 # fullest?
-#
-# * A: 1/8 and 1/8
-# * B: 1/8 and 1/4
-# * C: 1/8, and 1/8 + 1/4
 
 # %% name="memory"
 scheme = Cube()
@@ -122,8 +130,8 @@ print(f"peak: {result.trace.peak_bytes(rank=0) / 4 / everything:.3f} of all")
 result
 
 # %% [markdown] minutes=2 core=true
-# C: its own 1/8, and 1/4 of all that is gathered or not yet scattered. In general 1/q³ at rest and 1/q² on top, while one layer
-# computes. A table that says "memory 1/p" speaks of the first.
+# Its own 1/8, and on top of it 1/4 of all, gathered or not yet scattered. In general 1/q³ at rest and 1/q² on top, while
+# one layer computes. A table that says "memory 1/p" speaks of the first.
 
 # %% [markdown] minutes=3 core=true
 # ## Backward
@@ -165,14 +173,21 @@ for name, cube in (("gathered again", Cube()), ("kept", CubeKept())):
     print(f"{name:14}  {bill.sent} elements sent, {bill.kept} kept until backward")
 
 # %% [markdown] minutes=2 core=true
-# 176 elements instead of 248, and three times the memory (1 + q times), in every layer. Published tables tend to give the bytes of the one and
-# the memory of the other.
+# 176 elements instead of 248, and three times the memory (1 + q times), in every layer. Published tables tend to give the
+# bytes of the one and the memory of the other.
 
 # %% [markdown] minutes=2 core=true
 # ## Two in a row
 #
-# The MLP has two layers. Y lies as `B@i@k F@j`. The next layer wants its X as `B@i@j D@k`. Both blocks have B/4 rows and half
-# of the columns. **Guess:** simply go on with the same scheme, what happens?
+# The MLP has two layers: the Y of the first is the X of the second.
+
+# %% name="row-guess"
+go_on = predict(
+    "Simply go on with the same scheme. What happens?",
+    A="nothing odd: Y lies as X lay",
+    B="an error: the blocks do not fit",
+    C="a wrong number, and no error",
+)
 
 # %% name="two-in-a-row"
 W2 = torch.randn(F, D, dtype=torch.float64)
@@ -186,9 +201,17 @@ def two_in_a_row(first, second):
 again = run(two_in_a_row, Cube(), Cube(), ranks=8).values
 print("the same again  error", error(again, X @ W @ W2, Cube().Y))
 
+# %% name="row-seen"
+go_on.reveal(
+    f"error {error(again, X @ W @ W2, Cube().Y)}, and shapes as they should be: {tuple(again[0].shape)}",
+    answer="C",
+    A="the output has another layout than the input: j and k have changed places",
+    B="both blocks have B/4 rows and half of the columns; a shape does not say which rows",
+)
+
 # %% [markdown] minutes=2 core=true
-# No refusal, no odd shape, a wrong number. The output does *not* have the layout of the input: j and k have changed places.
-# So the next layer changes them, too:
+# Y lies as `B@i@k F@j`, and the second layer takes it for `B@i@j D@k`. The output does *not* have the layout of the input: j
+# and k have changed places. So the next layer changes them, too:
 
 # %% name="exchanged"
 first, second = Cube(), Cube().exchanged()
@@ -196,8 +219,6 @@ for scheme in (first, second):
     print(f"{scheme.X}  times  {scheme.W}  gives  {scheme.Y}")
 turned = run(two_in_a_row, first, second, ranks=8).values
 print("exchanged  error", error(turned, X @ W @ W2, second.Y))
-
-# %% name="exchanged-picture"
 cube_picture(second.X, second.W, second.Y, SIZES, rank=1)
 
 # %% [markdown] minutes=2 core=true
@@ -227,33 +248,59 @@ print("behind a pair     ", error(behind_two, X + X @ square @ square, Cube().X)
 # A transformer layer with its four linears, forward and backward, on 64 ranks: 1D; 2D on 8 x 8; 2.5D on 4 x 4 x 4; 3D on
 # 4 x 4 x 4, gathering again or keeping. All run, all is counted: what a rank sends, and what it keeps from forward to
 # backward.
-#
-# **Guess:** put the five in order of bytes, for as many tokens as h. And then for h = 4 b·s: large weights, few tokens.
+
+# %% name="five-guess"
+five = predict(
+    "As many tokens as h: who sends least, and who most?",
+    A="3D kept least, 1D most: the more axes, the fewer bytes",
+    B="3D kept least, 2.5D most",
+    C="1D least, it sends no weights; 2.5D most",
+)
 
 # %% name="counted"
-from lessons_lib.cost import count, ways
+from lessons_lib.cost import count, formula, ways
 
-bills = {"h = b·s": {way.name: count(way, tokens=64, h=64) for way in ways(64)}}
+bills = {way.name: count(way, tokens=64, h=64) for way in ways(64)}
+for name in sorted(bills, key=lambda name: bills[name].sent):
+    print(f"{name:8} sends {float(bills[name].sent / 64**2):.2f} b·s·h, keeps {bills[name].kept / 64**2:.2f} b·s·h")
+print("all as by the formulas:", all(bills[way.name] == formula(way, tokens=64, h=64) for way in ways(64)))
+five.reveal(
+    "from least to most: " + ", ".join(sorted(bills, key=lambda name: bills[name].sent)),
+    answer="B",
+    A="2.5D has an axis more than 2D and sends more: depth copies W, so its blocks are four times as large",
+    C="no weights, but whole activations: for each linear an all-reduce of its input or output",
+)
+
+# %% [markdown] core=true
+# And with h = 4 b·s? To see who gains, two of the five are enough:
+
+# %% name="wide-guess"
+gains = predict(
+    "h = 4 b·s, so large weights and few tokens. Who gains?",
+    A="3D: large weights are what it cuts best",
+    B="1D",
+    C="nobody: what all of them send grows alike",
+)
 
 # %% name="counted-wide"
-bills["h = 4 b·s"] = {way.name: count(way, tokens=64, h=256) for way in ways(64)}
-
-# %% name="counted-table"
-for title, of_way in bills.items():
-    bsh = 64 * (64 if title == "h = b·s" else 256)
-    by_bytes = sorted(of_way, key=lambda name: of_way[name].sent)
-    print(title, "   sent:", ", ".join(f"{name} {float(of_way[name].sent / bsh):.2f}" for name in by_bytes))
-    by_memory = sorted(of_way, key=lambda name: of_way[name].kept)
-    print(" " * len(title), "   kept:", ", ".join(f"{name} {of_way[name].kept / bsh:.2f}" for name in by_memory))
+wide = {way.name: count(way, tokens=64, h=256) for way in ways(64) if way.name in ("1D", "3D")}
+before = {name: round(float(bills[name].sent / 64**2), 2) for name in wide}
+now = {name: round(float(wide[name].sent / (64 * 256)), 2) for name in wide}
+gains.reveal(
+    f"sent in b·s·h: before {before}, now {now}",
+    answer="B",
+    A="it holds them best, but it sends them, too: four times as much of W for each b·s·h",
+    C="1D sends activations only, and these grow with h; weights grow with h²",
+)
 
 # %% name="counted-picture"
 import matplotlib.pyplot as plt
 
+by_formula = {way.name: formula(way, tokens=64, h=256) for way in ways(64)}
 figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharex=True, sharey=True)
-for axes, (title, of_way) in zip(panels, bills.items()):
-    bsh = 64 * (64 if title == "h = b·s" else 256)
+for axes, h, of_way, title in zip(panels, (64, 256), (bills, by_formula), ("h = b·s, counted", "h = 4 b·s, by formula")):
     for name, bill in of_way.items():
-        x, y = float(bill.kept / bsh), float(bill.sent / bsh)
+        x, y = float(bill.kept / (64 * h)), float(bill.sent / (64 * h))
         axes.plot(x, y, "o", color="#0072b2")
         axes.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points")
     axes.set(title=title, xlabel="kept until backward, in b·s·h", xscale="log", yscale="log")
@@ -269,12 +316,9 @@ plt.show()
 # all but one: it is the only one that sends no weights. In memory 2D and 3D are equal and the smallest, both times: everything
 # of theirs is cut by p. 1D has whole activations, 2.5D copies of W, "3D kept" its gathered blocks.
 #
-# So a higher dimension is not always better, not even in bytes. With more shapes, by the formulas that the counts were
-# equal to:
+# So a higher dimension is not always better, not even in bytes. With more shapes, by the formulas:
 
 # %% name="by-shape"
-from lessons_lib.cost import formula
-
 print(f"{'h / (b·s)':10}", *(f"{way.name:>8}" for way in ways(64)), "   sends least")
 for tokens, h in ((1024, 64), (256, 64), (64, 64), (64, 256), (64, 512)):
     sent = {way.name: float(formula(way, tokens, h).sent / (tokens * h)) for way in ways(64)}
@@ -287,7 +331,7 @@ for tokens, h in ((1024, 64), (256, 64), (64, 64), (64, 256), (64, 512)):
 # %% name="seconds"
 from lessons_lib.cost import compare_ways
 
-for tokens, h in ((16384, 4096), (4096, 4096), (256, 8192)):
+for tokens, h in ((16384, 4096), (256, 8192)):
     print(f"{tokens} tokens, h = {h}")
     for row in compare_ways(tokens, h, n_ranks=8, on="8xH100"):
         print(f"   {row.way.name:8} {row.bill.sent / 1e6:5.0f} M elements sent, {row.rounds} rounds, {row.time_s * 1e3:5.2f} ms")
