@@ -1,7 +1,7 @@
 """Lesson 10: right solutions pass, however they are written; wrong ones are told by name."""
 
 import re
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -53,6 +53,37 @@ def train_without_sum(x, t, gamma, bias, w1, w2, n_steps, tp):
         y = branch(x, leaves[0], *leaves[2:], tp) + leaves[1]
         gamma, bias, w1, w2 = moved(leaves, gradients(y, t, leaves))
     return gamma, bias, w1, w2
+
+
+def train_with_one_call(x, t, gamma, bias, w1, w2, n_steps, tp):
+    """The two vectors in one sum, as Megatron has it; and what comes back is a list."""
+    leaves = [parameter.clone().requires_grad_() for parameter in (gamma, bias, w1, w2)]
+    optimizer = torch.optim.SGD(leaves, lr=0.001)
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        y = branch(x, leaves[0], *leaves[2:], tp) + leaves[1]
+        ((y - t).square().sum() / 2).backward()
+        both = tp.all_reduce(torch.cat([leaf.grad for leaf in leaves[:2]]))
+        leaves[0].grad, leaves[1].grad = both.chunk(2)
+        optimizer.step()
+    return [leaf.detach() for leaf in leaves]
+
+
+def train_and_sum(x, t, gamma, bias, w1, w2, n_steps, tp, which, half=0.5):
+    """The gradients of ``which`` parameters are summed."""
+    for _ in range(n_steps):
+        leaves = leaves_of(gamma, bias, w1, w2)
+        y = branch(x, leaves[0], *leaves[2:], tp) + leaves[1]
+        steps = torch.autograd.grad((y - t).square().sum() * half, leaves)
+        steps = [tp.all_reduce(step) if at in which else step for at, step in enumerate(steps)]
+        gamma, bias, w1, w2 = moved(leaves, steps)
+    return gamma, bias, w1, w2
+
+
+GAMMA_ALONE = partial(train_and_sum, which=(0,))
+BIAS_ALONE = partial(train_and_sum, which=(1,))
+ALL_FOUR = partial(train_and_sum, which=(0, 1, 2, 3))
+NO_HALF = partial(train_and_sum, which=(0, 1), half=1)
 
 
 def train_with_mean(x, t, gamma, bias, w1, w2, n_steps, tp):
@@ -144,6 +175,7 @@ class _Twice(torch.autograd.Function):
         ),
         ("10-train", (train,)),
         pytest.param("10-train", (train_by_copies,), marks=pytest.mark.slow),
+        ("10-train", (train_with_one_call,)),
     ],
 )
 def test_right_solutions_pass(id, functions):
@@ -160,6 +192,10 @@ WRONG = [
     ("10-train", (train_without_sum,), "copies", "Each rank's tokens had their say on its own copy alone"),
     ("10-train", (train_without_sum,), "same bits", "ranks have gone apart"),
     ("10-train", (train_with_mean,), "copies", "a mean over the ranks, and the loss is a sum"),
+    ("10-train", (GAMMA_ALONE,), "copies", "the gradients of gamma alone were added up"),
+    ("10-train", (BIAS_ALONE,), "copies", "the gradients of bias alone were added up"),
+    ("10-train", (ALL_FOUR,), "parts", "the gradients of w1 and w2, which are complete, were added up"),
+    ("10-train", (NO_HALF,), "parts", "every gradient is twice what it should be"),
     (
         "10-train",
         (train_with_p_biases,),
@@ -193,8 +229,8 @@ def test_a_wrong_solution_is_told(id, functions, claim, words):
 
 def test_the_numbers_in_the_text_of_the_exercise():
     text, names = solved("10_megatron_sequence_parallel")
-    assert "The gather makes 4 tokens of one, and backward each gets a 4" in text
-    assert "the other one makes one token of 4, and backward 4 ones" in text
+    assert "From one token on each rank the gather makes four ones, and the gradient of the one is 4" in text
+    assert "from four tokens the other one makes one, a 4, and the gradient is four ones" in text
     pair = names["gather_reduce_scatter"], names["reduce_scatter_gather"]
     assert run(names["try_pair"], pair[0], 1, ranks=4).values == [([1, 1, 1, 1], [4])] * 4
     assert run(names["try_pair"], pair[1], 4, ranks=4).values == [([4], [1, 1, 1, 1])] * 4

@@ -79,6 +79,32 @@ def not_divided(w, xs, targets, rows, pp):
     return pipeline(w, xs, targets, rows, pp, lambda total, n: total)
 
 
+def by_all_numbers(w, xs, targets, rows, pp):
+    def share(total, n):
+        return total / sum(rows) / (w.shape[1] if pp.rank == pp.size - 1 else 1)
+
+    return pipeline(w, xs, targets, rows, pp, share)
+
+
+def means_of_numbers(w, xs, targets, rows, pp):
+    """mse_loss of each micro-batch, added up."""
+    return pipeline(w, xs, targets, rows, pp, lambda total, n: total / n / w.shape[1])
+
+
+def loss_of_all_at_once(w, xs, targets, rows, pp):
+    """One backward on the last rank, and then all gradients are sent."""
+    if pp.rank < pp.size - 1:
+        return pipeline(w, xs, targets, rows, pp)
+    w = w.clone().requires_grad_()
+    kept = [forward(w, xs, k, n, pp) for k, n in enumerate(rows)]
+    sum(
+        (y - target).square().sum() / sum(rows) for (_, y), target in zip(kept, targets, strict=True)
+    ).backward()
+    for x, _ in kept:
+        pp.send(x.grad, pp.rank - 1)
+    return w.grad
+
+
 def divided_twice(w, xs, targets, rows, pp):
     return pipeline(w, xs, targets, rows, pp, lambda total, n: total / sum(rows) / len(rows))
 
@@ -136,6 +162,9 @@ WRONG_STEPS = [
     SLOW(not_divided, "values", "this is the gradient of the sum: the loss was not divided"),
     SLOW(divided_twice, "values", r"divided twice, by all \d+ rows and by \d+ micro-batches"),
     SLOW(overwritten, "values", "this is the last micro-batch's gradient"),
+    SLOW(by_all_numbers, "values", r"divided by all \d+ numbers: it is the \d+ rows that were asked for"),
+    SLOW(means_of_numbers, "values", r"the mean of its own numbers, and \d+ were added"),
+    SLOW(loss_of_all_at_once, "time", "and a gradient as soon as there is one"),
     (one_after_the_other, "time", "send an output off before you wait for its gradient"),
     (whole_batch_at_once, "traffic", r"went 1 messages down and 1 up, and \d+ micro-batches need"),
     SLOW(
@@ -196,9 +225,19 @@ WRONG_ORDERS = [
     (partial(with_first, lambda p, r: p - 1 - r), "time kept", "before its first backward each rank has"),
     (partial(with_first, lambda p, r: 2 * (p - 1 - r) + 1), "little kept", r"are enough: before its first"),
     (all_forwards_first, "little kept", r"ranks keep \[.*\] micro-batches, and \[.*\] are enough"),
-    (forgets_that_there_are_few, "legal", "it comes to a standstill or is not whole"),
-    (last_backwards_missing, "legal", "nobody makes|it is missing"),
-    (wrong_order_of_backwards, "legal", "nobody makes|it is missing"),
+    (partial(with_first, lambda p, r: r + 1), "legal", "it comes to a standstill or is not whole"),
+    (
+        forgets_that_there_are_few,
+        "legal",
+        r"rank 0 does 0F\d, which is not among its actions, 0F0 to 0B\d: kind",
+    ),
+    (
+        last_backwards_missing,
+        "legal",
+        r"rank 0 never does 0B\d, and every rank has \d+ forwards and \d+ backwards",
+    ),
+    (wrong_order_of_backwards, "legal", "never does 3B0"),
+    (lambda p, m, r: all_forwards_first(p, m, 0), "legal", "rank 1 does 0F0, .* stage 1, micro-batch 0 to"),
 ]
 
 
@@ -322,6 +361,8 @@ def test_the_schedules_are_two_hundred_and_half_of_them_broken():
     broken = [slots for slots in drawn if first_illegal(slots)]
     assert (len(drawn), len(broken)) == (N_SCHEDULES, N_SCHEDULES // 2) == (200, 100)
     assert all(slots not in drawn[at + 1 :] for at, slots in enumerate(drawn))
+    sizes = [sum(map(len, slots)) for slots in drawn]
+    assert sizes == sorted(sizes)  # the first that is told apart wrongly is a small one
     assert {trial.facts for trial in trials("17-check", 11)} > {
         "a legal schedule",
         "a schedule in which an action is missing",

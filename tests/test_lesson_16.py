@@ -15,6 +15,7 @@ from tooling.source import has_tag, read
 from lessons_lib import run
 from lessons_lib.errors import MismatchError
 from lessons_lib.pipeline_parallel import gpipe, simulate
+from lessons_lib.tensor_parallel import SCHEMES
 from tests import test_published_schedules as published
 
 SOURCE = Path(__file__).parent.parent / "notebooks" / "src" / "16_pipeline_stages.py"
@@ -108,6 +109,20 @@ def test_the_bubble(cells: dict[str, Any]) -> None:
         "divide by the ideal time instead",
         "(p − 1) / m. It can be more than 100 %",
     )
+    says("rank 0 stands still in the middle, and rank 3 at both ends, for the same time")
+    end = cells["by_gpipe"].trace.timeline.makespan
+    first, last = (
+        sorted(
+            (s.start, s.end)
+            for s in cells["by_gpipe"].trace.timeline.spans
+            if (s.rank, s.kind) == (r, "compute")
+        )
+        for r in (0, 3)
+    )
+    waits = [b[0] - a[1] for a, b in pairwise(first) if b[0] > a[1]]
+    assert first[0][0] == 0 and first[-1][1] == end and len(waits) == 1
+    assert last[0][0] > 0 and last[-1][1] < end and all(a[1] == b[0] for a, b in pairwise(last))
+    assert waits[0] == last[0][0] + end - last[-1][1] == end * 3 / 15
     for m in (1, 4):
         result = run(cells["gpipe_step"], m, ranks=4, machine=cells["FREE"])
         assert cells["idle"](result) == pytest.approx(3 / (m + 3))
@@ -128,6 +143,11 @@ def test_twice_the_stages(cells: dict[str, Any]) -> None:
 
 def test_what_travels(cells: dict[str, Any]) -> None:
     says("2 m messages and the same bytes: one activation of the batch, and its gradient.")
+    says("1D tensor parallelism sends at least twice that, from every rank, in every block")
+    for p in (2, 4, 8):  # a block: two pairs of a column and a row layer
+        sizes = {"tp": p}
+        pair = [SCHEMES["column"].traffic(24, 32, 128, sizes), SCHEMES["row"].traffic(24, 128, 32, sizes)]
+        assert 2 * sum(sum(scheme.values()) for scheme in pair) >= 2 * (2 * 24 * 32)
     for m in (1, 5):
         trace = run(cells["gpipe_step"], m, ranks=4, machine=cells["FREE"]).trace
         assert {event.kind for event in trace.events} == {"send", "recv"}

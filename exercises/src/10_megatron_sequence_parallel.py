@@ -2,8 +2,8 @@
 # # Exercise: stop an all-reduce halfway
 #
 # To lesson 10, [Megatron sequence parallel](../notebooks/10_megatron_sequence_parallel.ipynb). First the two halves as
-# autograd needs them, then ten steps of training in which no rank ever has all of the stream. **Guess:** which of the four
-# parameters of that training need a sum over ranks?
+# autograd needs them, then ten steps of training in which no rank ever has all of the stream. **Guess:** which of its four
+# parameters, gamma, bias, W1 and W2, have gradients that need a sum over ranks?
 #
 # `tp` is the group of ranks: `tp.all_gather(x, 0)` puts every rank's `x` one after the other, `tp.reduce_scatter(x, 0)` adds
 # them up and leaves each rank its part of the rows.
@@ -73,8 +73,8 @@ def reduce_scatter_gather(x, tp):
     ### END SOLUTION
 
 # %% [markdown] core=true
-# Try both on four ranks, with ones, and a gradient of ones. The gather makes 4 tokens of one, and backward each gets a 4;
-# the other one makes one token of 4, and backward 4 ones.
+# Try both on four ranks, with ones, and a gradient of ones. From one token on each rank the gather makes four ones, and the
+# gradient of the one is 4; from four tokens the other one makes one, a 4, and the gradient is four ones.
 
 # %% name="try-pair"
 def try_pair(function, n_tokens):
@@ -110,7 +110,8 @@ min(report.points for report in reports)
 # The MLP branch of a block: a norm with the weight gamma, two matrices, and a bias behind the second. The norm and the
 # addition to X work on this rank's tokens. After ten steps all ranks must have the same gamma and bias, to the last bit.
 #
-# `torch.autograd.grad(loss, parameters)` returns the gradients and leaves nothing behind.
+# `torch.autograd.grad(loss, parameters)` returns the gradients and leaves nothing behind. Is the pair above not right yet?
+# `lessons_lib.mesh` has both by the same names.
 
 # %% nbgrader={"grade_id": "train"}
 def train(x, t, gamma, bias, w1, w2, n_steps, tp):

@@ -23,7 +23,8 @@ TARGETS = [torch.randn(n, SIZES[-1]).double() for n in ROWS]
 # %% [markdown] minutes=8 core=true
 # ## One step
 #
-# First all forwards, then all backwards. `pp.send(x, rank)` sends to a rank of the group, and `pp.recv(like, rank)` returns
+# First all forwards, then all backwards. Send what a neighbour needs as soon as there is one: stages shall work at the same
+# time, and the check looks at a clock. `pp.send(x, rank)` sends to a rank of the group, and `pp.recv(like, rank)` returns
 # what it sends, in a new tensor of the shape of `like`. What arrives belongs to no graph: it needs `.requires_grad_()`. The
 # loss is divided once, by the rows of *all* micro-batches, which are not of one size.
 

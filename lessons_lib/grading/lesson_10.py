@@ -138,7 +138,7 @@ def _pair_of_trials(draw: Draw, sizes: Mapping[str, int], n: int, D: int) -> lis
         ],
     }
     half = Budget.even(
-        ring_traffic("all_gather", X.numel(), sizes["tp"]), sizes, "half an all-reduce each way"
+        ring_traffic("all_gather", X.numel(), sizes["tp"]), sizes, "each way needs half an all-reduce"
     )
     calls = {"gather_reduce_scatter": (parts, terms), "reduce_scatter_gather": (terms, gradients)}
     return [
@@ -170,21 +170,25 @@ def _train_trial(draw: Draw, sizes: Mapping[str, int], S: int, D: int, F: int) -
     X, T, gamma, beta = draw.tensor(S, D), draw.tensor(S, D), 1 + draw.tensor(D) / 4, draw.tensor(D)
     W1, W2 = draw.tensor(D, F) / D**0.5, draw.tensor(F, D) / F**0.5
 
-    def trained(
-        combined: Combined, of_bias: Combined | None = None, bias: Combined = own
-    ) -> list[list[Tensor]]:
+    def trained(combined: Combined, of_bias: Combined | None = None, **other: Any) -> list[list[Tensor]]:
         """gamma, bias, W1 and W2 of every rank."""
         start = gamma.expand(p, -1), beta.expand(p, -1), W1, W2
-        gammas, betas, w1, w2 = _trained(X, T, start, n_steps, combined, of_bias or combined, bias)
+        gammas, betas, w1, w2 = _trained(X, T, start, n_steps, combined, of_bias or combined, **other)
         return [list(gammas), list(betas), [w1] * p, [w2] * p]
 
     right = trained(summed)
     early = "the bias was added by every rank before the sum: p times"
     wrong = {
         f"{NOT_ADDED_UP}. Each rank's tokens had their say on its own copy alone": trained(own),
+        "of gamma and bias, the gradients of gamma alone were added up over tp": trained(summed, own),
+        "of gamma and bias, the gradients of bias alone were added up over tp": trained(own, summed),
         "the gradient is a mean over the ranks, and the loss is a sum over all tokens": trained(mean),
-        early: trained(summed, own, summed),
-        f"{early}, and so was its gradient, which was complete": trained(summed, summed, summed),
+        "the gradients of w1 and w2, which are complete, were added up over tp, too": trained(
+            summed, of_parts=_sum_of_parts
+        ),
+        "every gradient is twice what it should be: the loss is |Y - T|² / 2": trained(summed, rate=2 * RATE),
+        early: trained(summed, own, bias=summed),
+        f"{early}, and so was its gradient, which was complete": trained(summed, summed, bias=summed),
     }
 
     def mistakes(at: int, layout: Layout) -> dict[str, Sequence[Tensor]]:
@@ -223,7 +227,9 @@ def _train_trial(draw: Draw, sizes: Mapping[str, int], S: int, D: int, F: int) -
         then=_and_both,
         budgets={
             "forward": Budget.even(
-                n_steps * halves, sizes, "in every step two halves forward, two backward, and two vectors"
+                n_steps * halves,
+                sizes,
+                "a step needs two halves forward, two backward, and two sums of vectors",
             )
         },
         spare=SPARE_WHOLES * S * D + SPARE_PARTS * S * D // p,
@@ -248,6 +254,11 @@ def mean(terms: Tensor) -> Tensor:
     return terms.mean(0).expand_as(terms)
 
 
+def _sum_of_parts(dW: Tensor, dim: int, p: int) -> Tensor:
+    """The gradient of a matrix cut along ``dim``, if its p blocks were taken for terms of a sum."""
+    return torch.cat([torch.stack(dW.chunk(p, dim)).sum(0)] * p, dim)
+
+
 def _trained(
     X: Tensor,
     T: Tensor,
@@ -255,11 +266,14 @@ def _trained(
     n_steps: int,
     of_gamma: Combined,
     of_bias: Combined,
-    bias: Combined,
+    bias: Combined = own,
+    of_parts: Callable[[Tensor, int, int], Tensor] = lambda dW, dim, p: dW,
+    rate: float = RATE,
 ) -> Sequence[Tensor]:
     """What training gives: gammas and biases with a row for each rank, and W1 and W2.
 
-    ``of_gamma`` and ``of_bias`` make gradients of the ranks' terms, ``bias`` what is added of their biases.
+    ``of_gamma`` and ``of_bias`` make gradients of the ranks' terms, ``bias`` what is added of their biases,
+    ``of_parts`` gradients of those of W1 and W2.
     """
     now, p = start, len(start[0])
     for _ in range(n_steps):
@@ -267,15 +281,16 @@ def _trained(
         x, t = X.unflatten(0, (p, -1)), T.unflatten(0, (p, -1))
         normed = layer_norm(x, x.shape[-1:]) * gammas[:, None]
         y = x + gelu(normed @ W1) @ W2 + bias(biases)[:, None]
-        dgammas, dbiases, *rest = torch.autograd.grad((y - t).square().sum() / 2, leaves)
-        steps = [of_gamma(dgammas), of_bias(dbiases), *rest]
-        now = [each.detach() - RATE * step for each, step in zip(leaves, steps, strict=True)]
+        dgammas, dbiases, dW1, dW2 = torch.autograd.grad((y - t).square().sum() / 2, leaves)
+        steps = [of_gamma(dgammas), of_bias(dbiases), of_parts(dW1, 1, p), of_parts(dW2, 0, p)]
+        now = [each.detach() - rate * step for each, step in zip(leaves, steps, strict=True)]
     return now
 
 
 def _and_both(result: Any, mesh: Mesh) -> Any:
     """What ``train`` returned, and its copies once more, to be compared bit by bit."""
-    if isinstance(result, tuple) and len(result) == 4 and all(isinstance(each, Tensor) for each in result):
+    four = isinstance(result, tuple | list) and len(result) == 4
+    if four and all(isinstance(each, Tensor) for each in result):
         return *result, torch.cat([result[0].flatten(), result[1].flatten()])
     return result
 
@@ -288,10 +303,10 @@ def _same_bits(results: Sequence[Tensor]) -> str:
 
 
 def no_whole_sum(trial: Trial, events: Sequence[Event]) -> str:
-    """A sum over ranks ends as parts of it, unless it is a vector."""
-    most = trial.args[0][2].numel()  # gamma
+    """A sum over ranks ends as parts of it, unless it is of vectors; both may go in one call."""
+    stream = sum(args[0].numel() for args in trial.args)
     for event in events:
-        if event.kind == "all_reduce" and event.n_elements > most:
+        if event.kind == "all_reduce" and event.n_elements >= stream:
             return (
                 f"an all_reduce of {event.n_elements:,} elements made the sum whole on every rank: "
                 "stop it halfway, and each rank has its own tokens"

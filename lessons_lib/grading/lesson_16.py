@@ -107,13 +107,22 @@ def _trial(draw: Draw, p: int, rows: list[int]) -> Trial:
     means = [[own[r] / len(x) for own, x in zip(of_each, xs, strict=True)] for r in range(p)]
     added = [torch.stack(own).sum(0) for own in means]
     mistakes: dict[str, Sequence[Tensor]] = {
-        "this is the gradient of the sum: the loss was not divided": sums
+        "this is the gradient of the sum: the loss was not divided": sums,
+        f"divided by all {n * widths[-1]} numbers: it is the {n} rows that were asked for": [
+            own / n / widths[-1] for own in sums
+        ],
     }
     if m > 1:
         mistakes |= {
             f"each micro-batch has its own mean, and {m} of them were added: divide by all rows, once": added,
             "this is an average of averages: a row of a small micro-batch counts more": [
                 own / m for own in added
+            ],
+            f"each micro-batch has the mean of its own numbers, and {m} were added; divide by all rows": [
+                own / widths[-1] for own in added
+            ],
+            "this is an average of averages, each over the numbers of a micro-batch": [
+                own / m / widths[-1] for own in added
             ],
             f"divided twice, by all {n} rows and by {m} micro-batches": [own / n / m for own in sums],
             "this is the last micro-batch's gradient: those before were overwritten": [
@@ -158,7 +167,8 @@ def _deadline(p: int, m: int, n: int, pairs: Sequence[tuple[int, int]]) -> Deadl
     return Deadline(
         Machine("one on which the largest forward takes 1 µs", flops_per_s=1e6 * max(flops)),
         1.001e-6 * float(made),
-        "send an output off before you wait for its gradient, so that the next stage has work",
+        "send an output off before you wait for its gradient, and a gradient as soon as there is one: the "
+        "neighbours need both to go on",
     )
 
 
@@ -177,8 +187,8 @@ EXERCISES = (
         trials=_trials,
         hints=(
             "Two loops: one over all forwards, one over all backwards. What must a rank keep in between?",
-            "x comes from pp.recv(empty, pp.rank - 1).requires_grad_(), so it has a gradient of its own; y "
-            "goes to the next rank detached. Keep x and y.",
+            "x = pp.recv(w.new_empty(rows[k], len(w)), pp.rank - 1).requires_grad_() has a gradient of its "
+            "own; y goes to the next rank detached. Keep x and y.",
             "Backward: on the last rank the share of the loss, ((y - targets[k]) ** 2).sum() / sum(rows), "
             "elsewhere y.backward(dy) with dy from pp.rank + 1. Then send x.grad to pp.rank - 1.",
         ),

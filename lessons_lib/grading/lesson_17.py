@@ -91,7 +91,7 @@ def _row_trials(draw: Draw) -> list[Trial]:
 def _row_trial(p: int, m: int) -> Trial:
     right = [as_numbers(list(_one_forward_one_backward(p, m, r))) for r in range(p)]
     judges: dict[str, Callable[[Sequence[Tensor]], str]] = {
-        "legal": _is_legal,
+        "legal": lambda found: _is_legal(found, m),
         "time kept": lambda found: _is_in_time(found, p, m),
         "little kept": lambda found: _keeps_little(found, p, m),
     }
@@ -109,17 +109,25 @@ def _schedule(found: Sequence[Tensor]) -> Schedule:
     return Schedule.of("yours", list(map(as_row, found)))
 
 
-def _is_legal(found: Sequence[Tensor]) -> str:
+def _is_legal(found: Sequence[Tensor], m: int) -> str:
     schedule = _schedule(found)
+    for rank, row in enumerate(schedule.rows):
+        right = [Action(kind, rank, k) for k in range(m) for kind in "FB"]
+        strange = [action for action in row if action not in right]
+        missing = [action for action in right if action not in row]
+        if strange:
+            return (
+                f"rank {rank} does {strange[0]}, which is not among its actions, {right[0]} to {right[-1]}: "
+                f"kind F or B, stage {rank}, micro-batch 0 to {m - 1}"
+            )
+        if missing:
+            return f"rank {rank} never does {missing[0]}, and every rank has {m} forwards and {m} backwards"
     fault = first_fault(schedule)
-    if fault:
-        return f"it comes to a standstill or is not whole: {fault}"
-    elsewhere = [rank for rank, stages in enumerate(schedule.stages) if stages != [rank]]
-    return f"rank {elsewhere[0]} has the stages {schedule.stages[elsewhere[0]]}" if elsewhere else ""
+    return f"it comes to a standstill or is not whole: {fault}" if fault else ""
 
 
 def _is_in_time(found: Sequence[Tensor], p: int, m: int) -> str:
-    if _is_legal(found) or _schedule(found).n_microbatches != m:
+    if _is_legal(found, m):
         return f"there is no legal schedule of {m} micro-batches to time"
     ends, right = (simulate(schedule).makespan for schedule in (_schedule(found), gpipe(p, m)))
     if ends > right:
@@ -158,7 +166,7 @@ def place(value: Any, mesh: Mesh) -> tuple[Tensor, Tensor]:
 
 
 def _checked(draw: Draw) -> list[Trial]:
-    """Half of them legal, half broken, in drawn order; no two are the same."""
+    """Half of them legal, half broken, no two the same; the smallest first, so that what is told is short."""
     trials: list[Trial] = []
     seen: list[Slots] = []
     for broken in draw.random.sample([False, True] * (N_SCHEDULES // 2), N_SCHEDULES):
@@ -167,7 +175,7 @@ def _checked(draw: Draw) -> list[Trial]:
             slots, how = _broken(draw) if broken else (_legal(draw), "")
         seen.append(slots)
         trials.append(_checked_trial(slots, how))
-    return trials
+    return sorted(trials, key=lambda trial: sum(map(len, trial.args[0][0])))
 
 
 def _legal(draw: Draw) -> Slots:

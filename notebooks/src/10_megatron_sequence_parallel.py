@@ -78,7 +78,7 @@ def kept_1d():
 # %% name="kept-1d-run"
 of_1d = {p: run(kept_1d, ranks=p).values[0] for p in (1, 2, 4, 8)}
 for p, n_bytes in of_1d.items():
-    print(f"{p} ranks: {n_bytes / 1000:4.0f} kB, {n_bytes / of_1d[1]:4.0%}")
+    print(f"p = {p}: {n_bytes / 1000:4.0f} kB, {n_bytes / of_1d[1]:4.0%}")
 
 # %% name="kept-1d-seen"
 same_work.reveal(
@@ -174,7 +174,7 @@ def kept_sp(column):
 
 for p in (2, 4, 8):
     keeps, again = (run(kept_sp, column, ranks=p).values[0] / of_1d[1] for column in (SequenceColumnKept(), SequenceColumn()))
-    print(f"{p} ranks: 1D {of_1d[p] / of_1d[1]:3.0%}   input kept {keeps:3.0%}   gathered again {again:3.0%}")
+    print(f"p = {p}: 1D {of_1d[p] / of_1d[1]:3.0%}   input kept {keeps:3.0%}   gathered again {again:3.0%}")
 
 # %% [markdown] minutes=1 core=true
 # Gathered again, it is an eighth on eight ranks: all that is kept is cut. Kept, half of the profit is gone.
@@ -221,7 +221,8 @@ run(sent_sp, SequenceColumn(), ranks=4, machine="4xH100")
 # all of the memory gathers two more times. Megatron does, and hides that gather behind the product for dX, for which
 # nobody needs X.
 #
-# Left out are six sums of vectors of D numbers, hardly any bytes, and in the picture as many upright lines. Their turn comes.
+# Left out are six sums of vectors of D numbers. They are hardly any bytes, and in the picture more than half of the time:
+# each waits for the latency of an all-reduce. Their turn comes.
 
 # %% [markdown] minutes=2 core=true
 # ## Tell autograd
@@ -239,6 +240,7 @@ run(sent_sp, SequenceColumn(), ranks=4, machine="4xH100")
 # %% name="pairs"
 from lessons_lib.mesh import gather_reduce_scatter, gather_split, reduce_scatter_gather
 
+torch.manual_seed(0)
 X, W1, W2, dY = (torch.randn(shape, dtype=torch.float64) for shape in ((32, 8), (8, 16), (16, 8), (32, 8)))
 
 def mlp(gather):
@@ -408,9 +410,9 @@ from lessons_lib.tensor_parallel.dropout import RandomStreams
 def masks():
     tp = Mesh(tp=4)["tp"]
     streams = RandomStreams(seed=1, rank=tp.rank)
-    common = torch.rand(4) < 0.5
+    common = torch.rand(8) < 0.5
     with streams.fork():
-        own = torch.rand(4) < 0.5
+        own = torch.rand(8) < 0.5
     return common.int().tolist(), own.int().tolist()
 
 for rank, (common, own) in enumerate(run(masks, ranks=4).values):
@@ -461,8 +463,9 @@ for way in ("forward", "backward"):
 # Forward the same. Backward torch's count ends earlier: it sums the norms' gradients when somebody reads them, and takes
 # that of a row layer's bias from the gathered dY, where all tokens are at hand.
 #
-# In Megatron-LM the switch is `--sequence-parallel`; parameters with such gradients are marked, and summed in one go at
-# the end of backward. The whole GPT of this course: `python -m lessons_lib.train --scheme 1d-sp --ranks 4`.
+# In Megatron-LM the switch is `--sequence-parallel`; parameters with such gradients are marked, and summed in one go at the
+# end of backward: one latency for all. The whole GPT of this course trains like this by
+# `python -m lessons_lib.train --scheme 1d-sp --ranks 4`.
 
 # %% [markdown] minutes=1 core=true
 # ## To remember

@@ -71,7 +71,7 @@ print("across the border:", tuple(y.shape), "forward,", tuple(x.grad.shape), "ba
 LAYERS.zero_grad()
 
 # %% [markdown] core=true
-# In time, with the two halves on two ranks:
+# In time, with the two halves on two ranks. (What the second line says about a bubble comes below.)
 
 # %% name="cut-picture"
 from lessons_lib.pipeline_parallel import draw, gpipe
@@ -195,14 +195,15 @@ print("rank 0:", losses[0], "  rank 3:", [round(share, 3) for share in losses[3]
 print(f"sum {sum(losses[3]):.6f}, serial {loss_share(LAYERS(tokens), targets).item():.6f}")
 
 # %% [markdown] core=true
-# Only the last stage has one, in shares. Rank 0 prints none, and nothing is wrong; who writes −1 there will average it one
-# day.
+# Only the last stage has one, in shares. Rank 0 prints none, and nothing is wrong. Who logs a −1 there, to have a number,
+# will average it one day.
 
 # %% [markdown] minutes=4 core=true
 # ### The bubble
 #
-# In the picture above every rank stands still at both ends. A rank is idle for the p − 1 others, forward and backward, and
-# works for m: that is (p − 1) / (m + p − 1) of the time. **Guess:** with 24 micro-batches on 4 ranks?
+# In the picture above rank 0 stands still in the middle, and rank 3 at both ends, for the same time: a rank waits for a
+# forward and a backward of each of the p − 1 others, and works for m. So it is idle for (p − 1) / (m + p − 1) of the time.
+# **Guess:** with 24 micro-batches on 4 ranks?
 
 # %% name="bubble"
 def idle(result):
@@ -216,7 +217,8 @@ for m in (1, 2, 4, 8, 12, 24):
 
 # %% [markdown] core=true
 # That share is of *all* time. Some papers divide by the ideal time instead, in which nobody waits: (p − 1) / m. It can be
-# more than 100 %. Ask which one is meant.
+# more than 100 %. Ask which one is meant. Pictures of schedules print both here, and a third: idle within the longest time
+# that one rank takes from its first action to its last.
 #
 # ### Twice the stages
 
@@ -249,7 +251,8 @@ for m in (1, 12):
 
 # %% [markdown] core=true
 # 2 m messages and the same bytes: one activation of the batch, and its gradient. It does not matter how many layers or
-# weights a stage has. No other method of this course sends so little; that is why pipelines run *between* machines.
+# weights a stage has. 1D tensor parallelism sends at least twice that, from every rank, in *every* block; that is why
+# pipelines run *between* machines.
 
 # %% [markdown] minutes=6 core=true
 # ### Break it: forget 1/m

@@ -49,8 +49,8 @@ print(Schedule.of("GPipe", all_then_all(p=3, m=4)))
 # | F | the output of the stage before |
 # | B | its own F, and the gradient from the stage after; on the last stage only its own F |
 #
-# Forward takes 1; backward is two products, so it takes 2. `draw` finds all starts and ends. **Guess:** how many
-# micro-batches does a rank keep?
+# Forward takes 1; backward is two products, so it takes 2. (The axis calls them I and W; lesson 19 takes them apart.) `draw`
+# finds all starts and ends. **Guess:** how many micro-batches does a rank keep?
 
 # %% name="gpipe-picture"
 draw(Schedule.of("GPipe", all_then_all(p=4, m=8)))
@@ -66,7 +66,7 @@ draw(Schedule.of("GPipe", all_then_all(p=4, m=8)))
 # last stage.
 
 # %% name="warm-up-guess"
-warm_up = predict("Four ranks, no rank shall wait in vain. How many forwards does rank r do before its first backward?",
+warm_up = predict("No rank shall wait longer than it must. How many forwards does rank r of 4 do before its first backward?",
     A="one, on every rank: it is called one forward, one backward",
     B="4 − r: four on rank 0, one on rank 3",
     C="four, on every rank: as many as there are stages")
@@ -186,7 +186,7 @@ for r, n in enumerate(how_far(mixed)):
     print(f"rank {r} stands before {mixed[r][n]}")
 
 # %% name="mixed-seen"
-mixed_up.reveal(how_far(mixed), answer="C",
+mixed_up.reveal(f"of 16 actions each, {how_far(mixed)} are done", answer="C",
     A="legal is a schedule, not a row: GPipe's row is right among GPipe's rows",
     B="rank 2 waits for a gradient of rank 3, rank 1 for one of rank 2, and so on up")
 
@@ -313,7 +313,7 @@ pipeline_explorer("gpipe", "1f1b", m=8, latency="1")
 # ## A little more warm-up
 #
 # More forwards at the start are a store of work, and work hides messages. With 2 (p − 1 − r) + 1 forwards first, there is
-# one more for each hop of the round trip. **Guess:** what does it cost, and how slow may messages be?
+# one for each hop of the round trip, and one more. **Guess:** what does it cost, and how slow may messages be?
 
 # %% name="more-warm-up"
 def patient(p, m):
