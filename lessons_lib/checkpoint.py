@@ -2,7 +2,8 @@
 
 A state is a dict from names to pieces: this rank's block of a tensor, and the :class:`Layout` it is a block
 by. Every rank writes its own blocks, a copy only once; opened on another mesh, or by another plan, each rank
-reads the files that its new blocks overlap, and nobody gathers the whole.
+reads the files that its new blocks overlap, and nobody gathers the whole. Ranks may have pieces of different
+tensors, as those of a pipeline have: together they have all.
 
     folder/step-00000200/checkpoint.json      step, mesh, names, shapes, checksums, and what the caller adds
                          .metadata, *.distcp  the tensors, by torch's distributed checkpoint
@@ -263,16 +264,15 @@ def save(
         causes = [f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()]
         raise OSError(f"step {step} cannot be saved in {str(folder)!r}. {'; '.join(causes)}") from None
     names = sorted({".metadata", *(stored.relative_path for stored in index.storage_data.values())})
-    mine = {name: _digest(writing / name) for name in names[mesh.rank :: dist.get_world_size()]}
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, mine)
+    digests = _union({name: _digest(writing / name) for name in names[mesh.rank :: dist.get_world_size()]})
+    described = _union({name: planner.description(name) for name in state})
     if mesh.rank == 0:
         record = {
             "format": FORMAT,
             "step": step,
             "mesh": mesh.sizes,
-            "tensors": {name: planner.description(name) for name in state},
-            "files": {name: digest for part in digests for name, digest in part.items()},
+            "tensors": described,
+            "files": digests,
             "about": dict(about or {}),
         }
         _write_durably(writing / RECORD, json.dumps(record, indent=1))
@@ -286,6 +286,13 @@ def save(
             _remove(path)
     dist.barrier()
     return place
+
+
+def _union(mine: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of all ranks, on every rank."""
+    every: list[Mapping[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, dict(mine))
+    return {name: entry for part in every for name, entry in part.items()}
 
 
 class _Save(DefaultSavePlanner):
@@ -413,9 +420,8 @@ def load(state: State, checkpoint: Checkpoint, mesh: Mesh) -> None:
     ranks were given different checkpoints.
     """
     blocks, shapes = _blocks(state, mesh), _shapes(state, mesh)
-    check(
-        {name: (tuple(shapes[name]), _dtype(_as_parts(piece))) for name, piece in state.items()}, checkpoint
-    )
+    wanted = {name: (tuple(shapes[name]), _dtype(_as_parts(piece))) for name, piece in state.items()}
+    check(_union(wanted), checkpoint)
     opened: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(opened, (checkpoint.step, checkpoint.save_id))
     if len(set(opened)) > 1:

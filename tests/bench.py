@@ -27,13 +27,33 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import sync_playwright
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from lessons_lib import Mesh, run
 from lessons_lib.errors import DeadlockError
 from lessons_lib.grading import check
 from lessons_lib.grading.catalogue import EXERCISES
+from lessons_lib.models import corpus
+from lessons_lib.models.gpt import GPT, Block, GPTConfig
+from lessons_lib.pipeline_parallel import (
+    cut_batch,
+    cut_model,
+    execute,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_v,
+)
+from lessons_lib.plan import PLANS, parallelize
+from lessons_lib.sequence_parallel import ATTENTIONS, SequenceColumnKept, SequenceParallelBlock
 from lessons_lib.spmd.operation import Operation
 from lessons_lib.spmd.rank_group import RankGroup
 from lessons_lib.tensor_parallel import SCHEMES, Cube, TensorParallelLinear
@@ -262,6 +282,20 @@ def cube_mlp() -> None:
     run(step, ranks=27)
 
 
+def cube_gpt() -> None:
+    """A training step of a whole GPT of two layers on 27 ranks, launch, mesh and cutting included."""
+
+    def step() -> None:
+        config = GPTConfig(L=2, H=6, D=108, S=16)
+        model = GPT(config)
+        parallelize(model, PLANS["3d"], Mesh(i=3, j=3, k=3))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.loss(*corpus.batch(0, 9, config.S)).backward()
+        optimizer.step()
+
+    run(step, ranks=27)
+
+
 def by_hand(up: torch.nn.Linear, down: torch.nn.Linear) -> torch.nn.Module:
     mesh = Mesh(tp=dist.get_world_size())
     layers = zip((up, down), ("column", "row"), strict=True)
@@ -273,6 +307,49 @@ def by_styles(up: torch.nn.Linear, down: torch.nn.Linear) -> torch.nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = torch.nn.Sequential(up, torch.nn.GELU(), down)
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def block_by_hand(block: Block) -> torch.nn.Module:
+    """Megatron's sequence parallelism, its gathered inputs kept, as DTensor keeps them."""
+    return SequenceParallelBlock(block, BLOCK.S, Mesh(tp=dist.get_world_size()), SequenceColumnKept())
+
+
+def block_by_styles(block: Block) -> torch.nn.Module:
+    first, last = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    styles = {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
+    styles |= {"attention.qkv": first, "attention.proj": last, "mlp.up": first, "mlp.down": last}
+    return parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), styles)
+
+
+BLOCK = GPTConfig(L=1, H=8, D=64, S=64)
+
+
+def sequence_parallel_step(make: Callable[[Block], torch.nn.Module], n_ranks: int) -> float:
+    """Seconds of forward and backward of a block whose stream is cut, on thread ranks, once it is made."""
+
+    def steps() -> float:
+        block = make(Block(BLOCK))
+        x = torch.randn(2, BLOCK.S // n_ranks, BLOCK.D)
+        block(x).square().mean().backward()
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(10):
+            block(x).square().mean().backward()
+        dist.barrier()
+        return (time.perf_counter() - began) / 10
+
+    return max(run(steps, ranks=n_ranks).values)
+
+
+def long_sequence(S: int, n_ranks: int = 8) -> int:
+    """Bytes that a rank holds at most in zigzag attention over ``S`` tokens, forward and backward."""
+
+    def step() -> None:
+        q, k, v = (torch.randn(1, 2, S // n_ranks, 16, requires_grad=True) for _ in range(3))
+        ATTENTIONS["zigzag"].attend(q, k, v, Mesh(cp=n_ranks)["cp"]).sum().backward()
+
+    trace = run(step, ranks=n_ranks, record="memory", timeout_s=600).trace
+    return max(map(trace.peak_bytes, range(n_ranks)))
 
 
 def mlp_of(make: Callable[..., torch.nn.Module], n_ranks: int) -> float:
@@ -290,6 +367,61 @@ def mlp_of(make: Callable[..., torch.nn.Module], n_ranks: int) -> float:
         return (time.perf_counter() - began) / 20
 
     return max(run(steps, ranks=n_ranks).values)
+
+
+PIPELINES = {
+    "ScheduleGPipe": gpipe(4, 8),
+    "Schedule1F1B": one_f_one_b(4, 8),
+    "ScheduleInterleaved1F1B": interleaved(4, 8, 2),
+    "ScheduleZBVZeroBubble": zb_v(4, 8),
+}
+Stages = dict[int, torch.nn.Module]
+
+
+def pipeline_step(name: str, prepare: Callable[..., Callable[[], object]]) -> float:
+    """Seconds of a step of a small GPT in a pipeline of four thread ranks."""
+    schedule = PIPELINES[name]
+    tokens = torch.randint(256, (2, 16, 32), generator=torch.Generator().manual_seed(0))
+
+    def steps() -> float:
+        model = GPT(GPTConfig(L=8, D=64, H=4, S=32))
+        stages = cut_model(model, schedule.n_stages, costs=[1] * 10)
+        mine = {number: stages[number] for number in schedule.stages[dist.get_rank()]}
+        step = prepare(name, model, mine, *tokens)
+        step()
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(4):
+            step()
+        dist.barrier()
+        return (time.perf_counter() - began) / 4
+
+    return max(run(steps, ranks=4).values)
+
+
+def pipeline_by_us(
+    name: str, model: GPT, mine: Stages, X: torch.Tensor, Y: torch.Tensor
+) -> Callable[[], object]:
+    schedule, group = PIPELINES[name], Mesh(pp=4)["pp"]
+    microbatches = cut_batch(X, Y, schedule.n_microbatches)
+    return lambda: execute(schedule, mine, microbatches, model.cross_entropy, group)
+
+
+def pipeline_by_torch(
+    name: str, model: GPT, mine: Stages, X: torch.Tensor, Y: torch.Tensor
+) -> Callable[[], object]:
+    schedule, cpu = PIPELINES[name], torch.device("cpu")
+    stages: list[Any] = [
+        pipelining.PipelineStage(module, number, schedule.n_stages, cpu) for number, module in mine.items()
+    ]
+    theirs = getattr(pipelining, name)(
+        stages[0] if len(stages) == 1 else stages,
+        schedule.n_microbatches,
+        loss_fn=lambda logits, targets: model.cross_entropy(logits, targets) / targets.numel(),
+    )
+    inputs = [X] if any(stage.is_first for stage in stages) else []
+    targets = {"target": Y, "losses": []} if any(stage.is_last for stage in stages) else {}
+    return lambda: theirs.step(*inputs, **targets)
 
 
 def import_in_new_process(statement: str) -> None:
@@ -381,11 +513,35 @@ def main() -> None:
     for id in EXERCISES:
         report(f"check of a right solution, {id}", seconds(lambda id=id: right_solution(id), 5), 3000)
     report("a 27-rank cube MLP, forward and backward", seconds(cube_mlp, 5), 1500)
+    report("a step of a GPT of two layers on a cube of 27", seconds(cube_gpt, 5), 5000)
     for n_ranks in (4, 8):
         pairs = [(mlp_of(by_hand, n_ranks), mlp_of(by_styles, n_ranks)) for _ in range(9)]
         ours, theirs = map(list, zip(*pairs, strict=True))
         report(f"a step of a column and a row layer, {n_ranks} threads", ours)
         ratio("the same with DTensor's parallel styles", theirs, ours, 1)
+    for n_ranks in (4, 8):
+        pairs = [
+            (sequence_parallel_step(block_by_hand, n_ranks), sequence_parallel_step(block_by_styles, n_ranks))
+            for _ in range(9)
+        ]
+        ours, theirs = map(list, zip(*pairs, strict=True))
+        report(f"a step of a sequence-parallel block, {n_ranks} threads", ours)
+        ratio("the same with DTensor's parallel styles", theirs, ours, 1)
+    peaks: dict[int, int] = {}
+    for S in (4096, 8192, 16384):
+        times = seconds(lambda S=S: peaks.update({S: long_sequence(S)}), repeats=1, warm_up=0)
+        report(f"zigzag attention, {S:,} tokens on 8 threads", times)
+    grown = peaks[8192] - peaks[4096]
+    linear = "reached" if peaks[16384] - peaks[8192] == 2 * grown else "MISSED"
+    held = ", ".join(f"{n_bytes / 1e6:.2f}" for n_bytes in peaks.values())
+    print(f"  peak of a rank: {held} MB; twice the tokens add twice the bytes   goal: {linear}", flush=True)
+    for name, schedule in PIPELINES.items():
+        pairs = [
+            (pipeline_step(name, pipeline_by_us), pipeline_step(name, pipeline_by_torch)) for _ in range(9)
+        ]
+        ours, theirs = map(list, zip(*pairs, strict=True))
+        report(f"a step of a GPT by {schedule.name}, 4 threads", ours)
+        ratio(f"the same by torch's {name}", theirs, ours, 1)
     empty = seconds(lambda: import_in_new_process("pass"), 5)
     report("a Python that does nothing", empty)
     report(

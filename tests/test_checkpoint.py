@@ -35,7 +35,7 @@ def trained(folder, settings, *, until=None, transport="threads", every=100):
     """Go on with the run in ``folder``, or begin it; what rank 0 tells."""
     saving = Saving(folder, every, latest(folder))
     settings = replace(settings, steps=until or settings.steps, saving=saving)
-    return run(train, settings, ranks=settings.dp * settings.tp, transport=transport).values[0]
+    return run(train, settings, ranks=settings.n_ranks, transport=transport).values[0]
 
 
 def tensors_of(folder):
@@ -136,6 +136,70 @@ def test_what_one_scheme_saves_another_opens(tmp_path, tied):
     assert_same({"loss": losses[0]}, {"loss": losses[1]}, 1e-12)
     assert_same(tensors_of(tmp_path / "broken"), tensors_of(tmp_path / "unbroken"), 1e-12)
     assert resumed.sample == unbroken.sample
+
+
+PIPELINES = [
+    dict(tp=1, pp=2, schedule="zb-v", n_microbatches=3),
+    dict(tp=1),
+    dict(tp=1, pp=2, schedule="dualpipe", n_microbatches=4),  # both ranks have all; each is saved once
+    dict(tp=2, cp=2, attention="zigzag"),
+    dict(tp=1, pp=4, schedule="1f1b", n_microbatches=2, dp=2),
+]
+
+
+@pytest.mark.parametrize(
+    "tied, pipelines",
+    [
+        (True, PIPELINES[:2]),
+        *(pytest.param(tied, PIPELINES, marks=pytest.mark.slow) for tied in (True, False)),
+    ],
+)
+def test_what_stages_save_whole_models_open_and_the_other_way_round(tmp_path, tied, pipelines):
+    config = GPTConfig(L=2, H=4, D=16, S=8, tied=tied)
+    settings = replace(SMALL, config=config, dtype=torch.float64, n_sequences=4, steps=len(pipelines))
+    unbroken = trained(tmp_path / "unbroken", replace(settings, tp=1))
+    for at, how in enumerate(pipelines, start=1):
+        resumed = trained(tmp_path / "broken", replace(settings, **how), until=at)
+        assert resumed.n_before == at - 1
+        found, expected = latest(tmp_path / "broken").tensors, latest(tmp_path / "unbroken").tensors
+        assert {n: t for n, t in found.items() if n != "random"} == {
+            n: t for n, t in expected.items() if n != "random"
+        }
+    assert resumed.losses == pytest.approx(unbroken.losses, rel=1e-12)
+    found, expected = (tensors_of(tmp_path / name) for name in ("broken", "unbroken"))
+    for tensors in (found, expected):
+        del tensors["random"]
+    assert_same(found, expected, 1e-12)
+    assert resumed.sample == unbroken.sample
+
+
+def described_alone(mine, right=checkpoint._union):
+    return {name: entry for name, entry in right(mine).items() if name in mine or isinstance(entry, list)}
+
+
+def test_stages_of_one_rank_saved_for_all_are_caught(tmp_path, monkeypatch):
+    """Where the record names what the first rank has, and nothing else, no other model can be opened."""
+    settings = replace(SMALL, config=replace(CONFIG, dropout=0.0), tp=1, n_sequences=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_union", described_alone)
+        trained(tmp_path, replace(settings, pp=2, schedule="gpipe", n_microbatches=2), until=1)
+    with pytest.raises(RefusedError, match=r"is not in it"):
+        trained(tmp_path, settings)
+
+
+def test_a_resumption_goes_on_by_the_pipeline_that_was_saved(tmp_path, monkeypatch):
+    """Unless other ranks are asked for."""
+    how = dict(tp=1, pp=2, schedule="zb-v", n_microbatches=3, cp=2, attention="ring")
+    settings = replace(SMALL, config=GPTConfig(L=2, H=4, D=16, S=8, tied=True), **how)
+    trained(tmp_path, settings, until=1)
+    asked = []
+    monkeypatch.setattr(report, "report_training", lambda settings, picture: asked.append(settings) or 0)
+    for more in ("", "--ranks 1", "--pp 2 --microbatches 1"):
+        command.main(["--checkpoint", str(tmp_path), "--steps", "4", *more.split()])
+    same, alone, other = asked
+    assert {name: getattr(same, name) for name in how} == how and same.config.tied
+    assert alone.sizes == {"tp": 1} and alone.config.tied
+    assert (other.sizes, other.schedule, other.n_microbatches) == ({"pp": 2, "tp": 1}, "1f1b", 1)
 
 
 def test_a_resumption_goes_on_by_the_scheme_that_was_saved(tmp_path, monkeypatch):

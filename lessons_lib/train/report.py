@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from lessons_lib import plan
 from lessons_lib.checkpoint import Checkpoint, unfinished
 from lessons_lib.cost.flops import step_flops
 from lessons_lib.errors import RefusedError
@@ -16,16 +15,9 @@ from lessons_lib.models.gpt import GPT, GPTConfig
 from lessons_lib.spmd import run
 from lessons_lib.spmd.torchrun import is_first
 from lessons_lib.timeline import one_or_range
-from lessons_lib.train.steps import (
-    PROMPT,
-    Comparison,
-    Outcome,
-    Saving,
-    Settings,
-    check,
-    refuse_another,
-    train,
-)
+from lessons_lib.train.parts import refuse_unfit
+from lessons_lib.train.settings import Saving, Settings
+from lessons_lib.train.steps import PROMPT, Comparison, Outcome, check, refuse_another, train
 
 MOST_FLOPS = 1e12  # in a step: some ten seconds on the cores of a laptop
 
@@ -38,7 +30,7 @@ def say(text: str) -> None:
 
 def settings_of(options: argparse.Namespace, start: Checkpoint | None = None) -> Settings:
     """Settings from complete options; raises RefusedError where sizes do not fit each other or ``start``."""
-    config = GPTConfig(L=options.layers, H=options.heads, D=options.width, S=options.seq)
+    config = GPTConfig(L=options.layers, H=options.heads, D=options.width, S=options.seq, tied=options.tied)
     flops = step_flops(config, options.batch)
     if flops > MOST_FLOPS:
         raise RefusedError(
@@ -48,8 +40,15 @@ def settings_of(options: argparse.Namespace, start: Checkpoint | None = None) ->
         )
     settings = Settings(
         config=config,
+        pp=options.pp,
+        schedule=options.schedule,
+        n_microbatches=options.microbatches,
         dp=options.dp,
+        cp=options.cp,
+        attention=options.attention,
         tp=options.tp,
+        scheme=options.scheme,
+        depth=options.depth,
         zero=options.zero,
         steps=options.steps,
         n_sequences=options.batch,
@@ -60,8 +59,7 @@ def settings_of(options: argparse.Namespace, start: Checkpoint | None = None) ->
     )
     if start:
         refuse_another(settings, start)
-    with torch.device("meta"):
-        plan.check(GPT(config), plan.GPT_1D, settings.sizes)
+    refuse_unfit(settings)
     return settings
 
 
@@ -69,11 +67,21 @@ def announce(settings: Settings) -> None:
     """Say what is about to run."""
     config = settings.config
     axes = ", ".join(f"{axis}={size}" for axis, size in settings.sizes.items())
-    shared = f", ZeRO {settings.zero} over dp" if settings.zero else ""
+    shared = ""
+    if settings.pipeline is not None:
+        n = settings.n_microbatches
+        shared += f", {settings.pipeline.name} with {n} micro-batch{'es' * (n > 1)} over pp"
+    if settings.attention is not None:
+        shared += f", attention by {settings.attention} over cp"
+    if settings.zero:
+        replicated = [axis for axis in ("dp", "cp") if axis in settings.sizes]
+        shared += f", ZeRO {settings.zero} over {' and '.join(replicated)}"
+    if settings.scheme != "1d":
+        shared += f", layers by {settings.scheme}"
     say(
         f"model         GPT: {config.L} layers, {config.H} heads, D={config.D}, S={config.S}, V={config.V}\n"
         f"data          the language reference of Python, {settings.n_sequences} sequences in a step\n"
-        f"ranks         {math.prod(settings.sizes.values())}, as Mesh({axes}){shared}"
+        f"ranks         {settings.n_ranks}, as Mesh({axes}){shared}"
     )
     if settings.saving:
         say(f"checkpoint    {_account_of(settings.saving)}")
@@ -91,15 +99,16 @@ def _account_of(saving: Saving) -> str:
 
 def report_training(settings: Settings, picture: Path | None) -> int:
     """Train, print what came of it, and save its picture."""
-    n_ranks = math.prod(settings.sizes.values())
+    n_ranks = settings.n_ranks
     result = run(train, settings, ranks=n_ranks)
     outcome: Outcome = result.values[0]
+    held = one_or_range([each.n_parameters for each in result.values])
     n_steps = settings.steps - outcome.n_before
     n_tokens = n_steps * settings.n_sequences * settings.config.S
     with torch.device("meta"):
         serial_size = sum(parameter.numel() for parameter in GPT(settings.config).parameters())
     sent = [result.trace.bytes_sent(rank, "train") for rank in range(n_ranks)]
-    say(f"parameters    {outcome.n_parameters:,} on each rank; the serial model has {serial_size:,}")
+    say(f"parameters    {held} on each rank; the serial model has {serial_size:,}")
     first, last = outcome.losses[0], outcome.losses[-1]
     say(f"loss          {first:.3f} at step 1, {last:.3f} at step {settings.steps}")
     if n_steps:
@@ -120,7 +129,7 @@ def report_training(settings: Settings, picture: Path | None) -> int:
 
 def report_check(settings: Settings) -> int:
     """Compare every step with the serial model's, and print what differs; return 1 if anything does."""
-    result = run(check, settings, ranks=math.prod(settings.sizes.values()))
+    result = run(check, settings, ranks=settings.n_ranks)
     comparisons: list[Comparison] = [comparison for rank in result.values for comparison in rank]
     n_parameters = len({comparison.what for comparison in comparisons}) - 1
     different = [comparison for comparison in comparisons if comparison.differs]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,55 +21,13 @@ from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout
 from lessons_lib.mesh import Mesh
 from lessons_lib.models import corpus
-from lessons_lib.models.gpt import GPT, GPTConfig
 from lessons_lib.spmd import region
+from lessons_lib.train.parts import Part, gather, part_of_model, whole_model
+from lessons_lib.train.settings import Saving, Settings
 
 TOLERANCE = 1e-10  # the largest relative error that --check lets pass; float64 rounds at 1e-16
 WARMUP = 20  # steps in which the learning rate grows from 0 to its value
 PROMPT = b"The "
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """Where a run is saved, how often, and the checkpoint it goes on from."""
-
-    folder: Path
-    every: int = 50  # steps; the last one is always saved
-    start: Checkpoint | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What to train, on how many ranks, and how. ``seed`` decides the weights and the batches."""
-
-    config: GPTConfig = GPTConfig()
-    dp: int = 1
-    tp: int = 4
-    zero: int = 0  # the stage of ZeRO that shares out over dp; 0 shares out nothing
-    steps: int = 200
-    n_sequences: int = 16  # per step
-    lr: float = 1e-3
-    seed: int = 0
-    n_sample: int = 200  # bytes to generate at the end
-    dtype: torch.dtype = torch.float32
-    saving: Saving | None = None
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Of the mesh: an axis dp only where the batch is shared out."""
-        return {"dp": self.dp, "tp": self.tp} if self.dp > 1 else {"tp": self.tp}
-
-    def decisive(self) -> dict[str, Any]:
-        """What decides the losses, by the names of the command's options: the same after a resumption."""
-        sizes = asdict(self.config)
-        names = dict(L="layers", H="heads", D="width", S="seq", V="vocabulary")
-        return {
-            **{names.get(name, name): size for name, size in sizes.items()},
-            "batch": self.n_sequences,
-            "lr": self.lr,
-            "seed": self.seed,
-            "dtype": str(self.dtype).removeprefix("torch."),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +56,16 @@ class Comparison:
 
 
 class Training:
-    """A model, serial or a rank's part, in training: all that a step changes, and a checkpoint holds."""
+    """A part of the model, or the whole, in training: all that a step changes, and a checkpoint holds."""
 
-    def __init__(self, model: GPT, settings: Settings, mesh: Mesh | None = None) -> None:
-        self.model, self.settings = model, settings
-        self.replicas = mesh["dp"] if mesh and "dp" in mesh.sizes else None
+    def __init__(self, part: Part, settings: Settings) -> None:
+        self.part, self.model, self.settings = part, part.model, settings
+        make_optimizer = partial(AdamW, lr=settings.lr)
         self.optimizer: Optimizer | Zero
-        if self.replicas:
-            self.optimizer = Zero(model, settings.zero, self.replicas, partial(AdamW, lr=settings.lr))
-        else:
-            self.optimizer = AdamW(model.parameters(), lr=settings.lr)
+        if part.replicas and settings.schedule is None:
+            self.optimizer = Zero(self.model, settings.zero, part.replicas, make_optimizer)
+        else:  # a pipeline sums its gradients itself
+            self.optimizer = make_optimizer(self.model.parameters())
         self.losses: list[float] = []
 
     def steps(self) -> Iterator[Tensor]:
@@ -118,30 +74,37 @@ class Training:
         Batch and learning rate are functions of the number of the step. The loss is divided once, by the
         tokens of the whole batch: what a rank has of it is its share of the mean, and shares add up.
         """
-        settings, device = self.settings, self.model.head.weight.device
+        settings, device = self.settings, next(self.model.parameters()).device
         for step in range(len(self.losses), settings.steps):
             batch = corpus.batch(step, settings.n_sequences, settings.config.S, seed=settings.seed)
             n_tokens = batch[0].numel()
-            if self.replicas:
-                batch = rows_of_rank(batch[0], self.replicas), rows_of_rank(batch[1], self.replicas)
-            tokens, targets = (x.to(device) for x in batch)
+            tokens, targets = (self._share_of(x).to(device) for x in batch)
             for group in self.optimizer.param_groups:
                 group["lr"] = settings.lr * min(1.0, (step + 1) / WARMUP)
             self.optimizer.zero_grad()
-            with region("forward"):
-                loss = self.model.loss_sum(tokens, targets) / n_tokens
-            with region("backward"):
-                loss.backward()
+            loss = self.part.passes(tokens, targets, n_tokens)
             self.optimizer.step()
-            loss = loss.detach()
-            if self.replicas:
-                with region("loss"):
-                    loss = self.replicas.all_reduce(loss)
+            with region("loss"):
+                loss = self._summed(loss)
             self.losses.append(loss.item())
             yield loss
 
+    def _share_of(self, X: Tensor) -> Tensor:
+        """The rows of a batch that this rank is given; ranks that share the model are given the same."""
+        return rows_of_rank(X, self.part.rows) if self.part.rows else X
+
+    def _summed(self, loss: Tensor) -> Tensor:
+        """The sum of the shares of the loss that ranks with other tokens have."""
+        return self.part.replicas.all_reduce(loss) if self.part.replicas else loss
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters, its tensor-parallel blocks, whole over replicas. All ranks call this."""
+        if isinstance(self.optimizer, Zero):
+            return self.optimizer.whole_parameters()
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's gradients, of its tensor-parallel blocks, whole over dp. All ranks call this."""
+        """This rank's gradients, of its tensor-parallel blocks, whole over replicas. All ranks call this."""
         if isinstance(self.optimizer, Zero):
             return self.optimizer.whole_gradients()
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -159,6 +122,10 @@ class Training:
             "settings": self.settings.decisive(),
             "steps": self.settings.steps,
             "zero": self.settings.zero,
+            "scheme": self.settings.scheme,
+            "attention": self.settings.attention,
+            "schedule": self.settings.schedule,
+            "n_microbatches": self.settings.n_microbatches,
             "losses": self.losses,
         }
         checkpoint.save(self._state(), saving.folder, mesh, len(self.losses), about)
@@ -174,13 +141,13 @@ class Training:
         if isinstance(self.optimizer, Zero):
             self.optimizer.loaded()
         assert isinstance(random, Piece)
-        _set_random_state(self.model.head.weight.device, random.block.flatten())
+        torch.set_rng_state(random.block.flatten())
         self.losses = list(start.about["losses"])
 
     def _state(self) -> dict[str, Piece | Parts]:
         state = checkpoint.pieces(self.model, self.optimizer)
-        random = _random_state(self.model.head.weight.device)
-        if self.replicas:
+        random = torch.get_rng_state()  # which dropout draws from: alike on ranks that share the layers
+        if self.part.rows:
             state["random"] = Piece(random[None], Layout("R@dp N"))
         else:
             state["random"] = Piece(random, Layout("N"))
@@ -215,26 +182,12 @@ def _n_replicas(start: Checkpoint) -> int:
     return start.sizes.get("dp", 1)
 
 
-def _random_state(device: torch.device) -> Tensor:
-    """What dropout draws from. The same along tp, where what it drops is whole; along dp rows differ."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
 def train(settings: Settings) -> Outcome:
     """Train on this rank. Rank 0 shows the progress."""
     mesh, saving = Mesh(**settings.sizes), settings.saving
-    model = GPT(settings.config, settings.seed).to(settings.dtype)
-    plan.parallelize(model, plan.GPT_1D, mesh)
-    training = Training(model, settings, mesh)
-    if training.replicas:
-        torch.manual_seed(torch.initial_seed() + training.replicas.rank)  # rows of its own, masks of its own
+    training = Training(part_of_model(settings, mesh), settings)
+    if training.part.rows:
+        torch.manual_seed(torch.initial_seed() + training.part.rows.rank)  # rows of its own, masks of its own
     if saving and saving.start:
         with region("resume"):
             training.resume(mesh, saving.start)
@@ -257,35 +210,36 @@ def train(settings: Settings) -> Outcome:
     elapsed_s = time.perf_counter() - started
     if shown:
         print(progress)  # once more, as one whole line
-    with region("sample"):
-        sample = model.generate(PROMPT, settings.n_sample, temperature=0.8, seed=settings.seed)
+    sample = b""
+    if settings.n_sample:
+        with region("sample"):  # every rank gathers the whole model, once: one sequence cannot be shared out
+            model = gather(training.model, settings, mesh, training.parameters())
+            sample = model.generate(PROMPT, settings.n_sample, temperature=0.8, seed=settings.seed)
     return Outcome(tuple(training.losses), elapsed_s, training.n_parameters, sample, n_before)
 
 
 def check(settings: Settings) -> list[Comparison]:
     """Train on this rank in float64, and compare every step with the serial model, which rank 0 trains."""
-    mesh = Mesh(**settings.sizes)
-    serial = GPT(settings.config, settings.seed).double()
-    model = GPT(settings.config, settings.seed).double()
-    plan.parallelize(model, plan.GPT_1D, mesh)
-    training = Training(model, settings, mesh)
+    mesh, settings = Mesh(**settings.sizes), replace(settings, dtype=torch.float64)
+    serial, training = whole_model(settings), Training(part_of_model(settings, mesh), settings)
     serial_steps = Training(serial, settings).steps()
+    names = list(dict(training.model.named_parameters()))
     comparisons = []
     for step, loss in enumerate(training.steps(), start=1):
         serial_loss = next(serial_steps) if mesh.rank == 0 else torch.zeros_like(loss)
         with region("check"):
             expected = {
                 name: torch.zeros_like(p) if p.grad is None else p.grad
-                for name, p in serial.named_parameters()
+                for name, p in serial.model.named_parameters()
             }
             for tensor in (*expected.values(), serial_loss):
                 dist.broadcast(tensor, src=0)
-            expected = plan.shard_state(model, expected, mesh)
+            expected = plan.shard_state(training.model, {name: expected[name] for name in names}, mesh)
             found = {**training.gradients(), "loss": loss}
         expected["loss"] = serial_loss
         comparisons += [
             Comparison(step, mesh.rank, name, _relative_error(found.get(name), expected[name]))
-            for name in ("loss", *dict(model.named_parameters()))
+            for name in ("loss", *names)
         ]
     return comparisons
 
