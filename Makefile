@@ -47,9 +47,9 @@ exercises: .venv/tests ## solved, each gives all its points, unsolved none; noth
 	$(PY) exercises/build.py --check
 	$(PY) notebooks/tables.py --check
 slow: .venv/tests ## tests that start processes for seconds
-	$(PY) -m pytest -m slow tests
+	$(PY) -m pytest -n 2 --dist loadfile -m slow tests
 oracles: .venv/tests ## what torch builds on ranks gives the serial gradients (the alarm for a torch upgrade)
-	$(PY) -m pytest -m oracle tests/oracles
+	$(PY) -m pytest -n 2 --dist loadfile -m oracle tests/oracles
 browser: .venv/tests ## every lesson runs in a real JupyterLab, without an error
 	$(PY) -m pytest -m browser tests/browser
 

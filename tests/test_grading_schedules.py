@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -124,8 +125,17 @@ def test_a_right_row_is_said_nothing_about() -> None:
 
 def test_a_row_that_leaves_something_out() -> None:
     said = complaints(_row_trials(Draw(1)), lambda *sizes: ordered(*sizes)[:-1], _parts)
-    assert "it is missing: nobody makes the" in said["runs"]
+    assert re.search(r"it is not whole: no rank does \d+B\d+$", said["runs"])
     assert "actions, and" in said["row"] and "are to be done" in said["row"]
+
+
+def test_a_row_without_backwards_is_not_called_gpipe() -> None:
+    def split(*sizes: int) -> list[Action]:
+        return [Action("I" if kind == "B" else kind, stage, k) for kind, stage, k in ordered(*sizes)]
+
+    said = complaints(_row_trials(Draw(1)), split, _parts)
+    assert set(said) == {"backwards", "warm-up", "runs", "row"}
+    assert said["warm-up"] == 'rank 0 does no "B"' and "no rank does 0B0" in said["runs"]
 
 
 def test_a_check_of_a_row_that_raises_or_is_none() -> None:
@@ -152,12 +162,29 @@ def test_the_finest_is_not_always_the_best() -> None:
     assert not line.passed and "right where messages are free" in line.message
 
 
+def test_a_number_of_chunks_is_told_when_it_ends_and_never_that_it_was_written_down() -> None:
+    def one_latency_for_all(p: int, m: int, latency: Any) -> int:
+        return chunks_for(p, m, 0 * latency)
+
+    for function, words in (
+        (one_latency_for_all, "8 has the smallest bubble"),
+        (lambda p, m, latency: 1, "with v=1 it ends at"),
+        (lambda p, m, latency: 2, ", with v="),
+        (lambda p, m, latency: latency + 33, "none of 1, 2, 4 and 8: return v itself"),
+        (lambda p, m, latency: "8", "one of 1, 2, 4 and 8 should come back, not '8'"),
+    ):
+        (line,) = check("18-chunks", function, seed=5).lines
+        assert not line.passed and words in line.message, line
+        assert "written down" not in line.message
+
+
 def test_all_numbers_of_chunks_are_asked_for() -> None:
     from lessons_lib.grading.lesson_18 import _chunk_trials
 
     for seed in range(2):
-        answers = [int(trial.outputs[0].expected[0]) for trial in _chunk_trials(Draw(seed))]
-        assert sorted(answers) == [1, 1, 2, 2, 4, 4, 8, 8]
+        trials = _chunk_trials(Draw(seed))
+        assert sorted(int(trial.outputs[0].expected[0]) for trial in trials) == [1, 1, 2, 2, 4, 4, 8, 8]
+        assert len({trial.facts for trial in trials}) == len(trials), "each asks for something else"
 
 
 # ---- 19: place W ----

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tooling.source import has_tag, read
 
 from lessons_lib.errors import RefusedError
@@ -117,7 +118,7 @@ def test_who_keeps_what() -> None:
     says("Rank 0 of 1F1B keeps 4 micro-batches, with v = 2 it is 5.5")
     says("rank 0 keeps 5.5 with v = 2, 4.75 with v = 4, 4.375 with v = 8", 'B="4.75: less than with v = 2"')
     says("Rank 0 has 2(p−1) + (v−1)p chunks under way when it warms up, and one more")
-    says("p + (p−1)/v micro-batches")
+    says("p + (p−1)/v micro-batches", "what is kept over 4 is p−1 = 3 chunks, with any v")
     for v, peak in ((2, 5.5), (4, 4.75), (8, 4.375)):
         kept = simulate(interleaved(4, 8, v), pieces(v)).peak_in_flight()
         assert kept[0] == peak == max(kept) == 4 + 3 / v == (2 * 3 + (v - 1) * 4 + 1) / v
@@ -153,7 +154,7 @@ def test_why_finer_pays_more(cells: dict[str, Any]) -> None:
 
 
 def test_how_long_is_a_message(cells: dict[str, Any]) -> None:
-    says("32 layers of width 4096 on four H100s", "A rank's forward are the products of 8 layers")
+    says("32 layers of width 4096 on four H100s", "A rank's forward is the products of 8 layers")
     says("In a box finer is better, down to a single layer for a piece. Between boxes v = 4 wins")
     says("on 100 Gbit/s v = 2, and on 10 Gbit/s GPipe", "The 50 µs of Ethernet are an assumption")
     winners = []
@@ -179,6 +180,20 @@ def test_on_real_stages(cells: dict[str, Any]) -> None:
     orders, gradients = zip(*cells["run"](cells["with_torch"], ranks=4).values, strict=True)
     assert cells["error"](gradients) < 1e-14
     assert list(orders) == [[str(action) for action in row] for row in interleaved(4, 8, 2).rows]
+
+
+def test_pytorch_s_groups_are_larger_where_m_is_no_multiple(cells: dict[str, Any]) -> None:
+    says("PyTorch takes larger groups by itself: here one of all six.")
+
+    def order() -> list[str]:
+        group = cells["Mesh"](pp=4)["pp"]
+        mine = range(group.rank, 8, 4)
+        stages = [cells["PipelineStage"](cells["LAYERS"][n], n, 8, torch.device("cpu")) for n in mine]
+        theirs = cells["ScheduleInterleaved1F1B"](stages, 6, loss_fn=torch.nn.functional.mse_loss)
+        return [str(action) for action in theirs.pipeline_order[group.rank] if action]
+
+    first, *_ = cells["run"](order, ranks=4).values
+    assert [action for action in first if "F" in action] == [f"{s}F{k}" for s in (0, 4) for k in range(6)]
 
 
 def test_a_layer_lost_or_a_loss_not_divided_is_seen(cells: dict[str, Any]) -> None:

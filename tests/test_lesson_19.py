@@ -108,6 +108,9 @@ def test_put_it_off(cells: dict[str, Any]) -> None:
     says("3 of 27, where 1F1B has 9 of 33", "every rank keeps p micro-batches, as much as rank 0 of 1F1B")
     h1 = simulate(zb_h1(4, 8))
     assert h1.idle == [3] * 4 and h1.peak_in_flight() == [4] * 4
+    says("the last I of each rank is one earlier than that of the rank before, so it needs one W more")
+    last_I = [row.index(("I", r, 7)) for r, row in enumerate(h1.schedule.rows)]
+    assert [ends[at] for ends, at in zip(h1.ends, last_I, strict=True)] == [26, 25, 24, 23]
     says("between two of them there is room for just one W", "ends with the three W that it has put off")
     last_of_0 = "".join(action.kind for action in h1.schedule.rows[0])[-8:]
     assert last_of_0 == "IWIWIWIW"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from fractions import Fraction
 
 import pytest
@@ -102,6 +103,69 @@ def test_the_last_hint_begins_as_the_solution_does(number: int, hint: int, begin
     assert " ".join(map(str, puzzle.solution.rows[0])).startswith(beginning)
 
 
+def after_warm_up(m: int, warm: list[int]) -> list[list[tuple[str, int, int]]]:
+    """Rank r does ``warm[r]`` forwards, then a backward and a forward in turn."""
+    rows = []
+    for r, n in enumerate(warm):
+        F, B = ([(kind, r, k) for k in range(m)] for kind in "FB")
+        rows.append(F[:n] + [a for k in range(m) for a in (B[k], *F[n + k : n + k + 1])])
+    return rows
+
+
+# What the last hint says, written out.
+FOLLOWED = {
+    5: (
+        after_warm_up(6, [4, 4, 3, 1]),
+        "Ranks 0 and 1 do four forwards before their first backward, rank 2 three; then all take turns",
+    ),
+    6: (
+        after_warm_up(8, [5, 4, 3, 1]),
+        "Rank 0 begins with five forwards, rank 1 with four, rank 2 with three; rank 3 takes one in turn",
+    ),
+    7: (
+        """
+        0F0 0F1 0B0 0F2 0B1 0F3 0B2 0F4 0B3 0F5 0B4 0B5
+        1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3 1F4 1F5 1B4 1B5
+        2F0 2F1 2B0 2B1 2F2 2F3 2B2 2B3 2F4 2F5 2B4 2B5
+        3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5
+        """,
+        "The others do both backwards of a pair before they begin the next",
+    ),
+    8: (
+        """
+        0F0 0F1 0F2 2F0 0F3 2F1 2B0 2F2 2B1 2F3 2B2 0B0 2B3 0B1 0B2 0B3
+        1F0 1F1 1F2 3F0 3B0 1F3 3F1 3B1 3F2 3B2 1B0 3F3 3B3 1B1 1B2 1B3
+        """,
+        "What the other rank waits for goes first: near the end, 2B3 before 0B1",
+    ),
+    9: (
+        """
+        0F0 0F1 0F2 0F3 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3
+        1F0 1F1 1I0 1F2 1I1 1F3 1I2 1W0 1I3 1W1 1W2 1W3
+        2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
+        """,
+        "Rank 0 does all its forwards first. The last rank takes a forward and an I in turn, and then",
+    ),
+    11: (
+        """
+        0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0F4 0I2 0W2 0F5 0I3 0W3 0I4 0W4 0I5 0W5
+        1F0 1F1 1F2 1I0 1I1 1W0 1F3 1W1 1I2 1W2 1F4 1I3 1F5 1W3 1I4 1I5 1W4 1W5
+        2F0 2F1 2I0 2F2 2I1 2W0 2W1 2I2 2F3 2W2 2I3 2F4 2F5 2I4 2W3 2I5 2W4 2W5
+        3F0 3I0 3F1 3I1 3W0 3F2 3I2 3W1 3W2 3F3 3I3 3F4 3I4 3F5 3I5 3W3 3W4 3W5
+        """,
+        "ends with 3F4 3I4 3F5 3I5 3W3 3W4 3W5",
+    ),
+}
+
+
+@pytest.mark.parametrize("number", FOLLOWED)
+def test_who_follows_the_last_hint_gets_there(number: int) -> None:
+    answer, words = FOLLOWED[number]
+    assert words in PUZZLES[number].hint(3)
+    assert PUZZLES[number].play(answer).score == 3
+    assert PUZZLES[number].play(one_f_one_b).score < 3
+
+
 @pytest.mark.parametrize(
     "number, answer, says",
     [
@@ -112,6 +176,7 @@ def test_the_last_hint_begins_as_the_solution_does(number: int, hint: int, begin
         (1, "0F0 0I0 0W0\n1F0 1B0", "rank 0, action 1, 0I0: this puzzle is played with F, B"),
         (1, "0F7\n1F0", "this puzzle has stages 0 to 1 and micro-batches 0 to 2"),
         (1, "0F0&0B1\n1F0", "0F0&0B1"),
+        (1, "0F0 0F1 0F2 0B0 0B1\n1F0 1B0 1F1 1B1 1F2 1B2", "rank 0, action 5, 0B2: it is missing"),
     ],
 )
 def test_an_illegal_answer_is_told_the_first_reason(number: int, answer: str, says: str) -> None:
@@ -140,8 +205,12 @@ def test_an_answer_may_be_text_rows_a_schedule_or_a_function() -> None:
     assert {puzzle.play(answer).score for answer in answers} == {3}
     with pytest.raises(RefusedError, match=r"3 ranks, and the answer has 2 rows(.|\n)*0F0 0B0"):
         puzzle.play(one_f_one_b(2, 6))
+    with pytest.raises(RefusedError, match=r"the answer has 1 row: write"):
+        puzzle.play("0F0 0B0")
     with pytest.raises(RefusedError, match="rank 0, column 1: '0X0' is no action"):
         puzzle.play("0F0 0X0\n1F0\n2F0")
+    with pytest.raises(RefusedError, match=r"puzzle 3: the answer is None. Does your function return"):
+        puzzle.play(lambda p, m: None)
 
 
 def test_legal_next_actions_lead_to_the_end_and_reasons_to_nowhere() -> None:
@@ -159,6 +228,41 @@ def test_legal_next_actions_lead_to_the_end_and_reasons_to_nowhere() -> None:
     assert puzzle.why_not("0F1", so_far) == "0F1 was already done."
     assert "which 1F1 makes" in puzzle.why_not("2F1", so_far)
     assert puzzle.why_not("0W0") == "0W0: this puzzle is played with F, B."
+    for not_one in ("", "0F0 1F0"):
+        with pytest.raises(RefusedError, match="ask about one action at a time"):
+            puzzle.why_not(not_one)
+
+
+@LADDER
+def test_a_puzzle_says_all_that_is_needed_to_play_it(puzzle: Puzzle) -> None:
+    text = repr(puzzle)
+    assert f"{puzzle.m} micro-batches; " in text
+    assert ("may keep" in text.splitlines()[2]) == bool(puzzle.cap)
+    if puzzle.cap:
+        assert f"each from its F to its {puzzle.kinds[-1]}" in text
+        assert ("on one of its 2 stages it counts 1/2" in text) == (puzzle.n_stages == 2 * puzzle.p)
+
+
+@LADDER
+def test_the_pause_to_begin_with_is_one_and_waits_for_what_it_says(puzzle: Puzzle) -> None:
+    attempt = puzzle.play(puzzle.start)
+    timeline = attempt.timeline
+    assert timeline is not None and str(attempt).endswith(f"to begin with: {attempt.pause}.")
+    match = re.fullmatch(r"(\S+) on rank (\d) before (\w+), which waits for (\w+)", attempt.pause)
+    assert match
+    rank = int(match[2])
+    row, starts, ends = (each[rank] for each in (timeline.schedule.rows, timeline.starts, timeline.ends))
+    index = [str(action) for action in row].index(match[3])
+    assert float(timeline.time(starts[index] - ends[index - 1])) == pytest.approx(float(match[1]), rel=1e-3)
+    assert (rank, index) in timeline.critical_path
+    there = {str(timeline.schedule.rows[r][i]) for r, i in timeline.critical_path}
+    assert match[4] in there and int(match[4][0]) not in puzzle.stages[rank]
+    assert "to begin with" not in str(puzzle.play(puzzle.solution)), "nobody asks for more"
+
+
+def test_the_pause_to_begin_with_is_the_busiest_rank_s() -> None:
+    pause = PUZZLES[5].play(one_f_one_b).pause
+    assert pause == "1 on rank 2 before 2B0, which waits for 3B0", "not 2 on rank 1: it has little to do"
 
 
 def test_hints_are_three() -> None:

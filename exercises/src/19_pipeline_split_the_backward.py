@@ -3,7 +3,7 @@
 #
 # To lesson 19, [Pipeline IV: split the backward](../notebooks/19_pipeline_split_the_backward.ipynb). Each rank has its
 # forwards and its I in order, and a limit on the micro-batches it may keep. Where do its W go? **Guess:** what is worse
-# for the time, all W at once, each behind its I, or all at the very end?
+# for the time: each W at once, right behind its I, or all W at the very end?
 
 # %% tags=["setup"]
 from lessons_lib.grading import hint, reveal

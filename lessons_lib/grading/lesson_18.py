@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lessons_lib.errors import RefusedError
 from lessons_lib.grading.exercise import Claim, Draw, Exercise, Output, Trial, sizes_text
 from lessons_lib.grading.rows import as_numbers, as_row, the_same_as
 from lessons_lib.mesh import Mesh
@@ -57,11 +58,14 @@ def parts(row: Any, mesh: Mesh) -> tuple[Tensor, ...]:
 
 
 def _parts(numbers: Tensor) -> tuple[Tensor, ...]:
-    """Of a row: its forwards, its backwards, how many forwards come before the first backward, and all."""
+    """Of a row: its forwards, its backwards, how many forwards come before the first backward, and all.
+
+    The number is negative where no backward comes.
+    """
     kinds = [KINDS[int(kind)] for kind in numbers[:, 0]]
     forwards, backwards = (numbers[torch.tensor([kind == which for kind in kinds])] for which in "FB")
-    first = kinds.index("B") if "B" in kinds else len(kinds)
-    return forwards, backwards, torch.tensor(float(kinds[:first].count("F"))), numbers, numbers
+    before = kinds[: kinds.index("B")].count("F") if "B" in kinds else -kinds.count("F")
+    return forwards, backwards, torch.tensor(float(before)), numbers, numbers
 
 
 def _row_trials(draw: Draw) -> list[Trial]:
@@ -84,7 +88,7 @@ def _row_trial(p: int, m: int, v: int) -> Trial:
             _same("forwards", forwards),
             _same("backwards", backwards),
             Output("forwards before the first backward", "warm-up", warm, judged=_warm_up(p, m, v)),
-            Output("the schedule", "runs", rows, judged=_runs),
+            Output("the schedule", "runs", rows, judged=_runs(m, p * v)),
             _same("row", rows),
         ],
     )
@@ -94,10 +98,17 @@ def _same(name: str, numbers: Sequence[Tensor]) -> Output:
     return Output(name, name, numbers, judged=the_same_as(list(map(as_row, numbers)), name))
 
 
-def _runs(found: Sequence[Tensor]) -> str:
-    rows: list[tuple[Action, ...]] = list(map(as_row, found))
-    fault = first_fault(Schedule.of("mine", rows))
-    return f"it comes to a standstill or is not whole: {fault}" if fault else ""
+def _runs(m: int, n_stages: int) -> Any:
+    def judge(found: Sequence[Tensor]) -> str:
+        rows: list[tuple[Action, ...]] = list(map(as_row, found))
+        all_of_it = (Action(kind, s, k) for kind in "FB" for s in range(n_stages) for k in range(m))
+        done = {action for row in rows for action in row}
+        if missing := next((action for action in all_of_it if action not in done), None):
+            return f"it is not whole: no rank does {missing}"
+        fault = first_fault(Schedule.of("mine", rows))
+        return f"it comes to a standstill, or does something twice: {fault}" if fault else ""
+
+    return judge
 
 
 def _warm_up(p: int, m: int, v: int) -> Any:
@@ -122,8 +133,10 @@ def _warm_up(p: int, m: int, v: int) -> Any:
 
     def judge(found: Sequence[Tensor]) -> str:
         mine = [int(count) for count in found]
-        if mine == right[1]:
+        if list(map(abs, mine)) == right[1]:
             return ""
+        if min(mine) < 0:
+            return f'rank {mine.index(min(mine))} does no "B"'
         named = next((rule for rule, count in wrong if mine == count), "")
         return named or f"before its first backward each rank has {mine} forwards, where {right[1]} are right"
 
@@ -131,18 +144,18 @@ def _warm_up(p: int, m: int, v: int) -> Any:
 
 
 def _chunk_trials(draw: Draw) -> list[Trial]:
-    """Latencies for which each of the numbers of chunks is the best at least once, and nothing ties."""
+    """Sizes and latencies, no two alike, with each number of chunks the best for two, and nothing ties."""
     wanted = [*CHUNKS, *CHUNKS]
-    trials: list[Trial] = []
+    trials: dict[tuple[int, int, Fraction], Trial] = {}
     while wanted:
         p, m = draw.between(3, 5), draw.between(2, 3)
         latency = Fraction(draw.between(0, 40), 20) ** 2
         ends = {v: _end(p, m * p, v, latency) for v in CHUNKS}
-        best = min(ends, key=lambda v: ends[v])
-        if best in wanted and sorted(ends.values())[1] > ends[best]:
+        best, second, *_ = sorted(ends, key=lambda v: ends[v])
+        if best in wanted and ends[second] > ends[best] and (p, m, latency) not in trials:
             wanted.remove(best)
-            trials.append(_chunk_trial(p, m * p, latency, best))
-    return trials
+            trials[p, m, latency] = _chunk_trial(p, m * p, latency, ends)
+    return list(trials.values())
 
 
 def _end(p: int, m: int, v: int, latency: Fraction) -> Any:
@@ -150,19 +163,48 @@ def _end(p: int, m: int, v: int, latency: Fraction) -> Any:
     return simulate(interleaved(p, m, v), Times(F=part, I=part, W=part, send=latency)).makespan
 
 
-def _chunk_trial(p: int, m: int, latency: Fraction, best: int) -> Trial:
-    number, finest, one = (torch.tensor(float(v)) for v in (best, CHUNKS[-1], CHUNKS[0]))
-    mistakes = {
-        "8 has the smallest bubble, and is right where messages are free": [finest],
-        "1 has the fewest messages, but these are short: a smaller bubble is worth more": [one],
-    }
+def _chunk_trial(p: int, m: int, latency: Fraction, ends: dict[int, Any]) -> Trial:
+    best = torch.tensor(float(min(ends, key=lambda v: ends[v])))
     return Trial(
         function="chunks_for",
         sizes={"pp": 1},
         facts=f"p={p}, m={m}, latency={latency}",
         args=[(p, m, latency)],
-        outputs=[Output("v", "values", [number], mistakes=mistakes)],
+        then=_as_number,
+        outputs=[Output("v", "values", [best], judged=_ends_first(ends))],
     )
+
+
+def _as_number(v: Any, mesh: Mesh) -> Tensor:
+    """What was returned, if it is a number, whatever its type."""
+    if not isinstance(v, int | float | Fraction | Tensor):
+        raise RefusedError(f"one of {_list(CHUNKS)} should come back, not {v!r}.")
+    return torch.tensor(float(v))
+
+
+def _ends_first(ends: dict[int, Any]) -> Any:
+    """Judge a number of chunks, where ``ends`` tells when the schedule with so many ends."""
+    best = min(ends, key=lambda v: ends[v])
+    why = {
+        CHUNKS[-1]: "8 has the smallest bubble, and is right where messages are free",
+        CHUNKS[0]: "1 has the fewest messages, but these are short: a smaller bubble is worth more",
+    }
+
+    def judge(found: Sequence[Tensor]) -> str:
+        v = found[0].item()
+        if v not in ends:
+            return f"{v:g} came back, which is none of {_list(CHUNKS)}: return v itself"
+        if v == best:
+            return ""
+        compared = f"with v={v:g} it ends at {float(ends[int(v)]):g}, with v={best} at {float(ends[best]):g}"
+        return f"{compared}. {why[int(v)]}" if v in why else compared
+
+    return judge
+
+
+def _list(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}"
 
 
 EXERCISES = (

@@ -3,7 +3,8 @@
 >>> from lessons_lib.pipeline_parallel import PUZZLES
 >>> PUZZLES[1]
 Puzzle 1, Two ranks. Three micro-batches pass two ranks, forward and back. A backward takes two forwards.
-rank 0 has stage 0; rank 1 has stage 1. F 1, B 2. Best known: done at 12 (nobody can be earlier).
+rank 0 has stage 0; rank 1 has stage 1.
+3 micro-batches; F 1, B 2. Best known: done at 12 (nobody can be earlier).
 
 An answer is a grid as text, a :class:`.Schedule`, or a function of (p, m) that makes one:
 
@@ -11,6 +12,7 @@ An answer is a grid as text, a :class:`.Schedule`, or a function of (p, m) that 
 ...                          1F0 1B0 1F1 1B1 1F2 1B2'''))
 Legal. Done at 18; the best known is done at 12.
 Stands still 50 % of the time; peak 1, 1 micro-batches; 6 messages.
+A pause to begin with: 3 on rank 0 before 0B0, which waits for 1B0.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, cached_property
 from importlib.resources import files
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lessons_lib.errors import RefusedError
@@ -103,20 +106,25 @@ class Puzzle:
     def play(self, answer: Answer) -> Attempt:
         """Judge an answer: is it legal, within the memory, and how early is it done?"""
         schedule = self.read(answer)
-        fault = self._off_the_board(schedule) or first_fault(schedule) or self._unfinished(schedule)
+        fault = self._off_the_board(schedule) or first_fault(schedule)
+        if fault is None or fault.index == len(schedule.rows[fault.rank]):  # it is only not whole
+            fault = self._unfinished(schedule)
         return Attempt(self, schedule, fault, None if fault else simulate(schedule, self.times))
 
     def read(self, answer: Answer) -> Schedule:
         """The schedule that an answer means."""
         given: Any = answer(self.p, self.m) if callable(answer) else answer
+        if given is None:
+            raise RefusedError(f"puzzle {self.number}: the answer is None. Does your function return rows?")
         name = f"puzzle {self.number}, mine"
         if isinstance(given, str):
             given = read_grid(given, name)
         schedule: Schedule = given if isinstance(given, Schedule) else Schedule.of(name, given)
         if schedule.n_ranks != self.p:
+            rows = f"{schedule.n_ranks} row{'s' * (schedule.n_ranks > 1)}"
             raise RefusedError(
-                f"puzzle {self.number} has {self.p} ranks, and the answer has {schedule.n_ranks} rows: write "
-                f"one row for each rank, such as\n{self.start}"
+                f"puzzle {self.number} has {self.p} ranks, and the answer has {rows}: write one row for each "
+                f"rank, such as\n{self.start}"
             )
         return schedule
 
@@ -159,6 +167,8 @@ class Puzzle:
         >>> PUZZLES[1].why_not("0B0", so_far="0F0")
         '0B0 waits for the input gradient of micro-batch 0 on stage 1, which 1B0 makes.'
         """
+        if len(action.split()) != 1:
+            raise RefusedError(f"why_not({action!r}): ask about one action at a time, such as '0F0'.")
         ((wanted,),) = read_grid(action).rows
         rows = self._rows(so_far)
         if fault := self._not_here(wanted.parts):
@@ -228,12 +238,24 @@ class Puzzle:
         times = [f"{kind} {_per_stage(durations[kind])}" for kind in self.kinds]
         if self.times.send:
             times.append(f"a message {number_text(self.times.send)}")
-        cap = f" A rank may keep {_list(self.cap)} micro-batches." if self.cap else ""
         sure = " (nobody can be earlier)" if self.best_known == self.at_least else ""
         return (
-            f"Puzzle {self.number}, {self.name}. {self.question}\n{where}. {', '.join(times)}.{cap} "
-            f"Best known: done at {number_text(self.best_known)}{sure}."
+            f"Puzzle {self.number}, {self.name}. {self.question}\n{where}.\n{self.m} micro-batches; "
+            f"{', '.join(times)}.{self._cap_text} Best known: done at {number_text(self.best_known)}{sure}."
         )
+
+    @property
+    def _cap_text(self) -> str:
+        """What a rank may keep, from when to when, and what a micro-batch on one of its stages counts."""
+        if not self.cap:
+            return ""
+        if len(set(self.cap)) == 1:
+            text = f" A rank may keep {self.cap[0]} micro-batches"
+        else:
+            text = f" The ranks may keep {_list(self.cap)} micro-batches"
+        n_own = len(self.stages[0])
+        part = f"; on one of its {n_own} stages it counts 1/{n_own}" if n_own > 1 else ""
+        return f"{text}, each from its F to its {self.kinds[-1]}{part}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -282,13 +304,31 @@ class Attempt:
         else:
             compared = f"; the best known is done at {number_text(best)}"
         still = f"{float(self.timeline.bubble):.0%}".replace("%", " %")
-        return (
-            f"{verdict} Done at {number_text(self.timeline.makespan)}{compared}.\n"
+        lines = [
+            f"{verdict} Done at {number_text(self.timeline.makespan)}{compared}.",
             f"Stands still {still} of the time; peak {_list(peaks)} micro-batches; "
-            f"{len(self.timeline.messages)} messages."
-        )
+            f"{len(self.timeline.messages)} messages.",
+        ]
+        if self.score == 2 and self.pause:
+            lines.append(f"A pause to begin with: {self.pause}.")
+        return "\n".join(lines)
 
     __repr__ = __str__
+
+    @cached_property
+    def pause(self) -> str:
+        """The longest pause on the chain that decides the end; of the busiest rank, if it has one there."""
+        if self.timeline is None:
+            return ""
+        starts, ends, rows = self.timeline.starts, self.timeline.ends, self.schedule.rows
+        work = self.timeline.work
+        found: list[tuple[bool, Any, str]] = []
+        for (other, at), (rank, index) in pairwise(self.timeline.critical_path):
+            if other != rank and index and (pause := starts[rank][index] - ends[rank][index - 1]):
+                length = number_text(self.timeline.time(pause))
+                waits = f"before {rows[rank][index]}, which waits for {rows[other][at]}"
+                found.append((work[rank] == max(work), pause, f"{length} on rank {rank} {waits}"))
+        return max(found, key=lambda one: one[:2], default=(False, 0, ""))[2]
 
     def execute(self) -> OnRanks:
         """Train real stages by the schedule, one rank for each of the puzzle's, and compare with serial."""
@@ -306,7 +346,7 @@ class Attempt:
 
         print(self)
         if self.timeline is not None:
-            display(self.timeline)
+            display(self.picture(critical_path=True))
 
 
 def _list(numbers: Iterable[Any]) -> str:

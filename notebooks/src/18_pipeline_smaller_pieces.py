@@ -1,8 +1,9 @@
 # %% [markdown] minutes=1 core=true
 # # Pipeline III: smaller pieces
 #
-# A pipeline stands still while it fills and while it empties. Shorter stages fill it sooner, and more ranks there are
-# not. So each rank takes *two* stages, half as long. **What becomes of the bubble, of the messages, of the memory?**
+# A pipeline stands still while it fills and while it empties. Shorter stages would fill it sooner, but there are no more
+# ranks to put them on. So each rank takes *two* stages, half as long. **What becomes of the bubble, of the messages, of
+# the memory?**
 
 # %% tags=["setup"]
 from fractions import Fraction
@@ -99,7 +100,7 @@ print(" ".join(f"{stage}{kind}{k}" for kind, stage, k in backwards(p, m, 2, r=0)
 # %% [markdown] core=true
 # The rest is 1F1B: some forwards to warm up, then one forward and one backward in turn, then the backwards that are left.
 # How many to warm up? The first group runs through all chunks but the last: (v−1)p. And then two for each rank behind
-# this one. (One would do if messages were free; the last section shows what the second is for.)
+# this one. (One would do if messages were free: *More: what the second one is for*, near the end.)
 
 # %% name="rows"
 def warm_up(p, m, v, r):
@@ -167,7 +168,8 @@ too_few.reveal(
 interleaved(p=4, m=6, v=2)
 
 # %% [markdown] core=true
-# Megatron-LM says the same. Its newer versions let you choose another size for the groups.
+# Megatron-LM says the same. Its newer versions let you choose another size for the groups. PyTorch takes larger groups by
+# itself: here one of all six.
 
 # %% [markdown] minutes=3 core=true
 # ## Who keeps what
@@ -196,7 +198,7 @@ memory.reveal(
     "rank 0 keeps 5.5 with v = 2, 4.75 with v = 4, 4.375 with v = 8",
     answer="B",
     A="the same layers, but forwards run further ahead: to the last chunk and back is a longer way",
-    C="the surplus is 2(p−1) forwards and one, and those are of chunks, which are smaller",
+    C="what is kept over 4 is p−1 = 3 chunks, with any v, and with v = 4 a chunk is half as large as with v = 2",
 )
 
 # %% [markdown] minutes=1 core=true
@@ -298,8 +300,9 @@ pipeline_explorer("interleaved", "gpipe", latency="0.25")
 # %% [markdown] minutes=3 core=true
 # ## How long is a message?
 #
-# A model with 32 layers of width 4096 on four H100s, micro-batches of 2048 tokens. A rank's forward are the products of 8
-# layers. A message is 2048 x 4096 numbers of 2 bytes. **Guess:** on which of these wires would you take v = 4?
+# A model with 32 layers of width 4096 on four H100s, micro-batches of 2048 tokens. A rank's forward is the products of 8
+# layers, each with 12 D² weights. A message is 2048 x 4096 numbers of 2 bytes. **Guess:** on which of these wires would
+# you take v = 4?
 
 # %% name="wires"
 from lessons_lib.machines import Link, machine

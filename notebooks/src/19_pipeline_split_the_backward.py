@@ -180,7 +180,7 @@ how_far.reveal(
     "27 for r; 30 for all others",
     answer="B",
     A="at the end there are then eight W in a row on every rank, and nothing is left for the pauses before",
-    C="the pauses at the end are not equal: rank r may wait for a gradient longer, the further from the last rank",
+    C="the last I of each rank is one earlier than that of the rank before, so it needs one W more to fill its end",
 )
 
 # %% name="h1-picture"
@@ -250,8 +250,8 @@ draw(in_a_row(zb_h1(p, m), 2), in_a_row(zb_h2(p, m), 2))
 # %% [markdown] minutes=1 core=true
 # Each further step takes 27 with H1, and 24 with H2: all of it work. That is the zero in *zero bubble*. It has a price
 # that no picture shows. A rank updates its weights as soon as it is done, when the others have not computed their
-# gradients yet. A global norm for clipping, or a check for NaN, needs all of them. The authors update first and check
-# one step later, on the way through the pipeline, and take the update back if it was wrong.
+# gradients yet. A global norm for clipping, or a check for NaN, needs all of them. The authors update first, check while
+# the next step fills the pipeline, and take the update back if it was wrong.
 
 # %% [markdown] minutes=3 core=true
 # ## Zero bubble is not free

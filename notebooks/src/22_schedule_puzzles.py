@@ -2,7 +2,8 @@
 # # Schedule puzzles
 #
 # A pipeline, some micro-batches, and a clock: what does every rank do, in which order? Fourteen puzzles, from two ranks
-# to four with everything at once. The first eight need lesson 17, the others lesson 19. **How early can you be done?**
+# to four with everything at once. The first seven need lesson 17, the eighth lesson 18, the others lesson 19. **How early
+# can you be done?**
 #
 # There is no end to this notebook. Come back to it.
 
@@ -28,8 +29,10 @@ PUZZLES[1].play("""
 """)
 
 # %% [markdown] more=true
-# Legal, and slow: each rank stands still half of the time. **Guess:** what happens if rank 0 does everything forward
-# first, and rank 1 begins with a backward?
+# Legal, and slow: each rank stands still half of the time. The outlined actions follow each other to the very end: to be
+# done earlier, break this chain. The last line of the text names a pause to begin with.
+#
+# **Guess:** what happens if rank 0 does everything forward first, and rank 1 begins with a backward?
 
 # %% name="illegal"
 PUZZLES[1].play("""
@@ -47,10 +50,11 @@ print(PUZZLES[1].next("""
 """))
 
 # %% name="why-not"
-PUZZLES[1].why_not("0B0", so_far="0F0 0F1 \n 1F0")
+print(PUZZLES[1].why_not("0B0", so_far="0F0 0F1 \n 1F0"))
 
 # %% [markdown] more=true
-# Your turn. You have the best score when it says "the best that is known".
+# Your turn: here is the slow answer again, to be made better. You have the best score when it says "the best that is
+# known".
 
 # %% name="mine-1"
 PUZZLES[1].play("""
@@ -59,10 +63,10 @@ PUZZLES[1].play("""
 """)
 
 # %% [markdown] more=true
-# Stuck? `PUZZLES[1].hint(1)`, then `hint(2)` and `hint(3)`, each saying more.
+# Stuck? There are `hint(1)`, `hint(2)` and `hint(3)`, each saying more.
 
 # %% name="hint"
-PUZZLES[1].hint(1)
+print(PUZZLES[1].hint(1))
 
 # %% [markdown] minutes=3 more=true
 # ## On ranks
@@ -102,8 +106,8 @@ PUZZLES[3].play("""
 """)
 
 # %% [markdown] more=true
-# An answer may also be a schedule of the library, or your own function of (p, m). **Guess:** 1F1B had the best score in
-# 3. Has it in 4?
+# An answer may also be a schedule of the library, or your own function of (p, m). **Guess:** 1F1B has the best score in 3.
+# Has it in 4?
 
 # %% name="puzzle-4"
 print(PUZZLES[4])
@@ -112,8 +116,8 @@ PUZZLES[4].play(one_f_one_b)
 # %% [markdown] minutes=20 more=true
 # ## Where 1F1B is not the best
 #
-# A slow stage; slow wires with a small store; two places for four ranks; stages that go round twice. `print(...start)`
-# is a legal answer to begin with; `write_grid` makes text of any schedule.
+# A slow stage; slow wires with a small store; two places for four ranks; stages that go round twice.
+# `print(PUZZLES[5].start)` prints a legal answer to begin with; `write_grid` makes text of any schedule.
 
 # %% name="puzzle-5"
 print(PUZZLES[5])
