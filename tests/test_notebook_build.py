@@ -31,7 +31,7 @@ SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="40" height="30"><circle r="
 # ## Break it
 
 # %% tags=["raises-exception"]
-print(f"{two = }" if "two" in dir() else "alone")
+print("two" if "two" in dir() else "alone")
 raise ValueError("as promised")
 """
 
@@ -131,6 +131,7 @@ print(two)
 def test_a_section_that_needs_an_earlier_one_is_named(source: Path) -> None:
     build(write(source, NEEDS_AN_EARLIER_SECTION))
     assert list(check(source)) == [
+        'section "Second" alone after the setup cell: has no two',
         'section "Second" alone after the setup cell: '
         "cell second-code-1: raised NameError: name 'two' is not defined\n    print(two)"
     ]
