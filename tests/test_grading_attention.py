@@ -173,6 +173,34 @@ def without_guard(q, ks, vs, visible):
     return o
 
 
+def not_scaled_down(q, ks, vs, visible):
+    """What came before keeps its weight."""
+    o, lse = torch.zeros_like(q), torch.full_like(q[..., :1], -torch.inf)
+    for k, v, seen in zip(ks, vs, visible, strict=True):
+        scores = scores_of(q, k, seen)
+        lse = torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))
+        o = o + (scores - lse.masked_fill(lse == -torch.inf, 0)).exp() @ v
+    return o
+
+
+def from_0(q, ks, vs, visible):
+    """The sum of exp(score) begins with exp(0)."""
+    o, lse = torch.zeros_like(q), torch.zeros_like(q[..., :1])
+    for k, v, seen in zip(ks, vs, visible, strict=True):
+        scores = scores_of(q, k, seen)
+        more = torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))
+        o, lse = (lse - more).exp() * o + (scores - more).exp() @ v, more
+    return o
+
+
+def all_visible(q, ks, vs, visible):
+    return attend_in_blocks(q, ks, vs, [torch.ones_like(seen) for seen in visible])
+
+
+def without_scale(q, ks, vs, visible):
+    return attend_in_blocks(q * q.shape[-1] ** 0.5, ks, vs, visible)
+
+
 def without_logarithm(q, ks, vs, visible):
     o, total = 0, 0
     for k, v, seen in zip(ks, vs, visible, strict=True):
@@ -191,6 +219,31 @@ def restarted(q, k, v, at, cp):
 
 def without_mask(q, k, v, at, cp):
     return ring_forward(q, k, v, torch.zeros_like(at), cp)
+
+
+def ring_of(q, k, v, at, cp, source):
+    """The reference, with a mask of one's own."""
+    o, lse = torch.zeros_like(q), torch.full_like(q[..., :1], -torch.inf)
+    for hop in range(cp.size):
+        scores = scores_of(q, k, seen_from(source(cp, hop), at, cp))
+        more = torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))
+        finite = more.masked_fill(more == -torch.inf, 0)
+        o, lse = (lse - finite).exp() * o + (scores - finite).exp() @ v, more
+        if hop < cp.size - 1:
+            k, v = cp.shift(torch.stack([k, v]), 1)
+    return o, lse
+
+
+def own_places(*args):
+    return ring_of(*args, source=lambda cp, hop: cp.rank)
+
+
+def other_way_round(*args):
+    return ring_of(*args, source=lambda cp, hop: (cp.rank + hop) % cp.size)
+
+
+def ring_without_scale(q, *args):
+    return ring_forward(q * q.shape[-1] ** 0.5, *args)
 
 
 def own_keys(q, k, v, at, cp):
@@ -247,7 +300,9 @@ def divided_by_ranks(*args):
     return tuple(x / args[-1].size for x in ring_backward(*args))
 
 
-def backward_of(do, q, k, v, o, lse, at, cp, *, keys="those that come", rows="final", delta=True):
+def backward_of(
+    do, q, k, v, o, lse, at, cp, *, keys="those that come", rows="final", delta=True, scaled=True
+):
     """The reference, with a fault."""
     scale = q.shape[-1] ** 0.5
     of_row = (do * o).sum(-1, keepdim=True) if delta else 0
@@ -255,8 +310,10 @@ def backward_of(do, q, k, v, o, lse, at, cp, *, keys="those that come", rows="fi
     mine = k, v
     for hop in range(cp.size):
         scores = scores_of(q, k, seen_from((cp.rank - hop) % cp.size, at, cp))
-        weights = (scores - lse).exp() if rows == "final" else scores.softmax(-1).nan_to_num()
-        dz = weights * (do @ v.mT - of_row) / scale
+        weights = (scores - lse).exp() if rows != "of each block" else scores.softmax(-1).nan_to_num()
+        if rows == "unmasked":
+            weights = (q @ k.mT / scale - lse).exp()
+        dz = weights * (do @ v.mT - of_row) / (scale if scaled else 1)
         dq += dz @ k
         dk, dv = cp.shift(torch.stack([dk + dz.mT @ q, dv + weights.mT @ do]), 1)
         if hop < cp.size - 1:
@@ -276,6 +333,14 @@ def softmax_of_each_block(*args):
 
 def without_delta(*args):
     return backward_of(*args, delta=False)
+
+
+def unscaled_gradients(*args):
+    return backward_of(*args, scaled=False)
+
+
+def mask_forgotten(*args):
+    return backward_of(*args, rows="unmasked")
 
 
 def terms_stay(do, q, k, v, o, lse, at, cp):
@@ -311,6 +376,11 @@ def striped(text, cp):
 
 def back_piece_first(text, cp):
     return dealt(text, deal(text, cp)[2].unflatten(0, (2, -1)).flip(0).flatten())
+
+
+def half_a_text_apart(text, cp):
+    pieces = torch.arange(text.shape[1] - 1).chunk(2 * cp.size)
+    return dealt(text, torch.cat([pieces[cp.rank], pieces[cp.rank + cp.size]]))
 
 
 def shifted_after_the_cut(text, cp):
@@ -351,6 +421,12 @@ def every_other_head(q, k, v, cp):
     return exchange_exchange(scaled_dot_product_attention(q, k, v, is_causal=True), cp, 2, 1)
 
 
+def dims_swapped(q, k, v, cp):
+    q, k, v = (exchange_exchange(x, cp, 2, 1) for x in (q, k, v))
+    o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return exchange_exchange(o, cp, 1, 2)
+
+
 def not_exchanged_back(q, k, v, cp):
     q, k, v = (exchange_exchange(x, cp, 1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -384,6 +460,10 @@ WRONG = [
     ("11-merge", (stub,), "order", "nothing came back"),
     ("11-merge", (mean_of_answers,), "order", "mean of the blocks' answers"),
     ("11-merge", (without_guard,), "hidden", "is not a finite number"),
+    ("11-merge", (not_scaled_down,), "order", "what came before was not scaled down"),
+    ("11-merge", (from_0,), "order", "it begins with -inf"),
+    ("11-merge", (all_visible,), "order", "keys that visible hides"),
+    ("11-merge", (without_scale,), "order", r"not divided by sqrt\(K\)"),
     ("11-merge", (without_logarithm,), "large", "is not a finite number"),
     (
         "11-merge",
@@ -394,6 +474,10 @@ WRONG = [
     ("11-ring", (stub, ring_backward), "forward", "nothing came back"),
     ("11-ring", (restarted, ring_backward), "forward", "places that restart at 0 on every rank"),
     ("11-ring", (without_mask, ring_backward), "forward", "tokens look at what comes after them"),
+    ("11-ring", (own_places, ring_backward), "forward", "places of this rank's own tokens were taken"),
+    ("11-ring", (other_way_round, ring_backward), "forward", r"those of rank \(cp.rank - hop\) % cp.size"),
+    ("11-ring", (other_way_round, ring_backward), "lse", "keys come from the left"),
+    ("11-ring", (ring_without_scale, ring_backward), "forward", r"not divided by sqrt\(K\)"),
     ("11-ring", (own_keys, ring_backward), "forward", "each rank has looked at its own keys alone"),
     (
         "11-ring",
@@ -417,6 +501,8 @@ WRONG = [
     ("11-ring", (ring_forward, stale_keys), "dQ", "dQ is wrong on ranks 0 and 1"),
     ("11-ring", (ring_forward, softmax_of_each_block), "dV", "each block had a softmax of its own"),
     ("11-ring", (ring_forward, without_delta), "dQ", "delta is missing"),
+    ("11-ring", (ring_forward, unscaled_gradients), "dQ", r"dZ was not divided by sqrt\(K\)"),
+    ("11-ring", (ring_forward, mask_forgotten), "dV", "hidden scores are -inf in the backward, too"),
     ("11-ring", (ring_forward, terms_stay), "dK", "dK is wrong on"),
     ("11-ring", (ring_forward, terms_stay), "traffic", "nothing was sent, and keys and values are passed on"),
     ("11-ring", (ring_forward, all_reduced), "traffic", "all_gather, all_reduce was called"),
@@ -424,6 +510,7 @@ WRONG = [
     ("12-zigzag", (contiguous, pairs), "tokens", "contiguous pieces, so the last rank works most"),
     ("12-zigzag", (striped, pairs), "places", "striped, and not zigzag"),
     ("12-zigzag", (back_piece_first, pairs), "tokens", "the piece from the back lies in front of the other"),
+    ("12-zigzag", (half_a_text_apart, pairs), "tokens", r"rank r has pieces r and r \+ P"),
     ("12-zigzag", (shifted_after_the_cut, pairs), "labels", "they were shifted after the cut"),
     ("12-zigzag", (places_restart, pairs), "places", "they restart at 0 on every rank"),
     (
@@ -438,8 +525,8 @@ WRONG = [
     ("12-ulysses", (alone,), "forward", "each rank has looked at its own tokens alone"),
     ("12-ulysses", (no_mask,), "forward", "tokens look at what comes after them"),
     ("12-ulysses", (every_other_head,), "forward", "neighbouring heads of queries, not with every other"),
+    ("12-ulysses", (without_gradients,), "gradients", "autograd not find its way from O to it"),
     ("12-ulysses", (not_exchanged_back,), "forward", "O has shape .* was asked"),
-    ("12-ulysses", (without_gradients,), "gradients", "nothing"),
     ("12-ulysses", (all_gathered,), "traffic", "all_gather brought the whole of Q to every rank"),
     ("12-ulysses", (all_gathered,), "memory", r"right numbers, but rank \d held"),
     ("12-ulysses", (keys_repeated_first,), "traffic", "times as much was sent"),
@@ -493,3 +580,14 @@ def test_all_ranks_have_equally_many_pairs():
         if trial.function == "deal":
             n_pairs = {int((places + 1).sum()) for places in trial.outputs[2].expected}
             assert len(n_pairs) == 1
+
+
+def test_exchanges_the_wrong_way_round_are_told_where_tokens_can_be_split():
+    """Where they cannot, the exchange itself refuses them."""
+    for seed in range(20):
+        trial = next(t for t in find("12-ulysses").trials(Draw(seed)) if t.sizes == {"cp": 2})
+        s = trial.args[0][0].shape[2]
+        if s == 4:
+            break
+    report = check("12-ulysses", dims_swapped, seed=seed)
+    assert "split_dim and concat_dim are the wrong way round" in report.lines[0].message

@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional
 
 from lessons_lib.grading import check
+from lessons_lib.grading.catalogue import find
+from lessons_lib.grading.exercise import Draw
 from lessons_lib.grading.lesson_09 import EXERCISES, embed, losses_backward, losses_forward
 from lessons_lib.mesh import sum_copy, sum_sum
 from lessons_lib.tensor_parallel import VOCABULARIES
@@ -98,6 +100,17 @@ def unmasked(tokens, table, tp):
     return looked_up(tokens, table, tp, masked=False)
 
 
+def one_too_many(tokens, table, tp):
+    """The first word of the next rank is taken for this rank's."""
+    at = tokens - tp.rank * len(table)
+    here = (at >= 0) & (at <= len(table))
+    return sum_copy(functional.embedding(at.where(here, 0), table) * here[:, None], tp)
+
+
+def detached(tokens, table, tp):
+    return looked_up(tokens, table.detach(), tp, pair=lambda rows, tp: tp.all_reduce(rows))
+
+
 def own_words(tokens, table, tp):
     return looked_up(tokens, table, tp, pair=lambda rows, tp: rows)
 
@@ -117,6 +130,8 @@ def variant(
     padding=-torch.inf,
     masked=True,
     ignored=0.0,
+    less=True,
+    divided=True,
 ):
     """Right, but for what is given."""
 
@@ -128,12 +143,11 @@ def variant(
         total = add(scores.exp().sum(1), tp)
         at = labels - tp.rank * n
         here = (at >= 0) & (at < n)
-        own = scores.gather(1, at.where(here, 0)[:, None])[:, 0]
+        own = (scores if less else logits).gather(1, at.where(here, 0)[:, None])[:, 0]
         losses = total.log() - tp.all_reduce(own.where(here, 0) if masked else own)
         keeps = labels != -100
-        return (losses.where(keeps, ignored) if ignored is not None else losses), scores.exp() / total[
-            :, None
-        ]
+        softmax = scores.exp() / (total[:, None] if divided else 1)
+        return (losses.where(keeps, ignored) if ignored is not None else losses), softmax
 
     forward.__name__ = name
     return forward
@@ -145,6 +159,25 @@ padding_counted = variant("padding_counted", padding=None)
 own_sum = variant("own_sum", add=lambda x, tp: x)
 word_0 = variant("word_0", masked=False, padding=-1e6)
 ignored_counted = variant("ignored_counted", ignored=None)
+
+
+label_not_less = variant("label_not_less", less=False)
+undivided = variant("undivided", divided=False)
+
+
+def three_gathered(logits, labels, V, tp):
+    """Three numbers per token and rank, gathered: right, and more bytes."""
+    n = logits.shape[1]
+    word = torch.arange(n) + tp.rank * n
+    scores = logits.masked_fill(word >= V, -1e9)
+    top, own = scores.amax(1), scores.masked_fill(word != labels[:, None], 0).sum(1)
+    tops, sums, at_label = tp.all_gather(
+        torch.stack([top, (scores - top[:, None]).exp().sum(1), own])[None], 0
+    ).unbind(1)
+    m = tops.amax(0)
+    total = (sums * (tops - m).exp()).sum(0)
+    losses = (m + total.log() - at_label.sum(0)).masked_fill(labels == -100, 0)
+    return losses, (scores - m[:, None]).exp() / total[:, None]
 
 
 def all_logits(logits, labels, V, tp):
@@ -161,6 +194,16 @@ def gradient(dlosses, softmax, labels, tp, counted=False, first_word=False):
         is_label[:, 0] |= (labels >= 0) & (labels // n != tp.rank)
     kept = torch.ones(len(labels)) if counted else labels != -100
     return (softmax - is_label.double()) * (dlosses * kept)[:, None]
+
+
+def softmax_alone(dlosses, softmax, labels, tp):
+    return softmax * (dlosses * (labels != -100))[:, None]
+
+
+def words_from_0(dlosses, softmax, labels, tp):
+    """As if every rank had the words from 0 on."""
+    is_label = torch.arange(softmax.shape[1]) == labels[:, None]
+    return (softmax - is_label.double()) * (dlosses * (labels != -100))[:, None]
 
 
 def gradient_of_ignored(dlosses, softmax, labels, tp):
@@ -182,6 +225,8 @@ def added_up(dlosses, softmax, labels, tp):
 WRONG = [
     ("09-embedding", (stub,), "X", "nothing came back"),
     ("09-embedding", (unmasked,), "X", "a rank that has not the word added its first row"),
+    ("09-embedding", (one_too_many,), "X", "IndexError"),
+    ("09-embedding", (detached,), "dtable", "autograd not find its way from X to it"),
     ("09-embedding", (own_words,), "X", "own part: the parts were not added up over tp"),
     ("09-embedding", (own_words,), "traffic", "nothing was sent, and X is a sum over ranks"),
     ("09-embedding", (gradient_p_times,), "dtable", r"exactly \d times too large"),
@@ -195,6 +240,11 @@ WRONG = [
     ("09-loss", (own_sum, losses_backward), "softmax", "each rank divided by the sum of its own words"),
     ("09-loss", (word_0, losses_backward), "losses", "another rank's word was taken for this rank's first"),
     ("09-loss", (ignored_counted, losses_backward), "losses", "a token whose label is -100 was counted"),
+    ("09-loss", (label_not_less, losses_backward), "losses", "m is to be taken from the label's logit, too"),
+    ("09-loss", (undivided, losses_backward), "softmax", "not yet divided by the sum"),
+    ("09-loss", (three_gathered, losses_backward), "traffic", "1.5 times as much was .* an all-reduce of"),
+    ("09-loss", (losses_forward, softmax_alone), "dlogits", "this is the softmax alone"),
+    ("09-loss", (losses_forward, words_from_0), "dlogits", "labels count over all ranks"),
     ("09-loss", (all_logits, losses_backward), "traffic", "all_gather brought the whole of the logits"),
     ("09-loss", (losses_forward, gradient_of_ignored), "dlogits", "label is -100 was counted"),
     ("09-loss", (losses_forward, gradient_of_word_0), "dlogits", "taken for this rank's first word"),
@@ -229,3 +279,11 @@ def test_the_solutions_pass_on_many_seeds():
     for seed in (3, 4):
         assert check("09-embedding", embed, seed=seed).passed
         assert check("09-loss", losses_forward, losses_backward, seed=seed).passed
+
+
+def test_words_beside_a_border_are_always_among_the_tokens():
+    """An index that is off by one is wrong with every seed."""
+    for seed in range(20):
+        for trial in find("09-embedding").trials(Draw(seed)):
+            tokens, table, _ = trial.args[0]
+            assert {0, len(table) - 1, len(table)} <= set(tokens.tolist())

@@ -101,6 +101,9 @@ def test_three_numbers(cells: dict[str, Any]) -> None:
     says("each rank ends with the same loss, to the last bit")
     assert all(torch.equal(each, result.values[0]) for each in result.values)
     says("Three all-reduces of one number per token, 2·(p−1)/p each. The number of words is not in it.")
+    says("Six numbers do not divide by four, so the ranks send 192 to 240 bytes.")
+    sent = [result.trace.bytes_sent(rank) for rank in range(4)]
+    assert (min(sent), max(sent), sum(sent)) == (192, 240, 4 * 8 * 3 * ring_traffic("all_reduce", 6, 4))
     kinds = [(event.kind, event.n_elements) for event in result.trace.collectives(0)]
     assert kinds == [("all_reduce", 6)] * 3
 

@@ -120,6 +120,8 @@ def test_one_pass(cells: dict[str, Any]) -> None:
     for rank, o in enumerate(result.values):
         assert off(o, truth.chunk(4, 2)[rank]) < 1e-14
         assert messages(result, rank) == [2 * cells["Q"].numel() // 4] * 3
+    says("a hop is nothing but latency, 3 µs")
+    assert cells["ring"].trace.timeline.makespan == pytest.approx(3 * 3e-6, rel=0.01)
     says("so that each always has 128 tokens", "Whole rows of scores grow with the text; blocks do not.")
     two, one = (cells["peaks"][name] for name in ("two passes", "one pass"))
     assert one == pytest.approx([one[0]] * 3, rel=1e-3)
@@ -171,6 +173,14 @@ def test_a_test_that_zeros_pass(cells: dict[str, Any]) -> None:
 
 
 def test_library_and_torch(cells: dict[str, Any]) -> None:
+    says("adds them up by all-reduces: 18 blocks, where the ring sends 14")
+    backward = {
+        name: {event.kind for event in result.trace.events if event.region == "backward"}
+        for name, result in cells["by_library"].items()
+    }
+    assert "all_reduce" in backward["rsa"] and "all_reduce" not in backward["ring"]
+    blocks = {name: ATTENTIONS[name].traffic(1, 16, 2, 8, 4)["backward"] / 64 for name in backward}
+    assert blocks == {"rsa": 18, "ring": 14}
     truths = cells["truths"]
     for name, result in cells["by_library"].items():
         for rank, values in enumerate(result.values):

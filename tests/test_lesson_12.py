@@ -17,6 +17,8 @@ from lessons_lib.errors import RefusedError
 from lessons_lib.machines import Machine
 from lessons_lib.sequence_parallel import ATTENTIONS
 from lessons_lib.sequence_parallel.assignment import Contiguous, Striped, Zigzag, busy, pairs
+from lessons_lib.widgets import attention_explorer
+from lessons_lib.widgets.attention import METHODS
 
 SOURCE = Path(__file__).parent.parent / "notebooks" / "src" / "12_who_works_who_talks.py"
 LESSON = read(SOURCE)
@@ -86,10 +88,10 @@ def test_zigzag(cells: dict[str, Any]) -> None:
     says("In every step, too. From 58.6 % to 100 % busy")
     assert cells["by_step"](zigzag) == [[10] * 4, [8] * 4, [8] * 4, [8] * 4] == pairs(Zigzag(), 16, 4)
     assert cells["by_step"](contiguous) == pairs(Contiguous(), 16, 4)
-    machine = Machine("links that take no time")
+    machine = Machine("ideal links")
     done = run(cells["on_the_clock"], zigzag, ranks=4, machine=machine).trace
     assert done.timeline.makespan == pytest.approx(34e-6)
-    says("with the same messages and the same numbers")
+    says("with as many messages and bytes as before")
     before = run(cells["on_the_clock"], contiguous, ranks=4, machine=machine).trace
     assert [event.kind for event in done.collectives(0)] == [event.kind for event in before.collectives(0)]
     assert done.bytes_sent(0) == before.bytes_sent(0)
@@ -97,9 +99,23 @@ def test_zigzag(cells: dict[str, Any]) -> None:
         assert zigzag(16, 4, rank).tolist() == Zigzag().positions(16, 4, rank)
 
 
+def test_the_explorer() -> None:
+    says("Which of the four let no rank wait on 8 ranks? And without a mask?")
+    says("Zigzag and Ulysses; without a mask all four.")
+
+    def all_work(mask: str) -> list[str]:
+        alts = {name: attention_explorer(name, "8", mask).figure.alt for name in METHODS}
+        return [name for name, alt in alts.items() if "are 100.0 % busy" in alt]
+
+    assert all_work("causal") == ["zigzag", "ulysses"] and all_work("none") == list(METHODS)
+    says("Heads are 16 numbers wide there and 8 in this lesson, so it sends twice as much.")
+    elements = 2 * sum(ATTENTIONS["zigzag"].traffic(1, 16, 8, 8, 4).values())
+    assert f"{elements:,} elements" in attention_explorer("zigzag", "4").figure.alt
+
+
 def test_labels(cells: dict[str, Any]) -> None:
     """S39 too: what zigzag wants of the number of tokens."""
-    says("One at the end of every run of neighbours; only rank 3's two pieces touch.")
+    says("Seven of them, and four where the pieces are contiguous", "only rank 3's two pieces touch")
     assert run(cells["wrong_labels"], Contiguous(), ranks=4).values == [1, 1, 1, 1]
     assert run(cells["wrong_labels"], Zigzag(), ranks=4).values == [2, 2, 2, 1]
     says("Zigzag wants a multiple of 2P.", "names the next one")
@@ -135,10 +151,11 @@ def test_ulysses(cells: dict[str, Any]) -> None:
 
 
 def test_who_sends_less(cells: dict[str, Any]) -> None:
-    says("| ring | 2 (P-1) | 6 |", "| Ulysses | 4 (P-1)/P | 3 |")
+    says("| ring | 2 (P-1) | 2 (P-1) + 2 P | 6 + 14 |", "| Ulysses | 4 (P-1)/P | 4 (P-1)/P | 3 + 3 |")
     block = 16 // 4 * 8 * 8
-    for name, blocks in (("ring", 6), ("ulysses", 3)):
-        assert ATTENTIONS[name].traffic(1, 16, 8, 8, 4)["forward"] == blocks * block
+    for name, forward, backward in (("ring", 6, 14), ("zigzag", 6, 14), ("ulysses", 3, 3)):
+        elements = {"forward": forward * block, "backward": backward * block}
+        assert ATTENTIONS[name].traffic(1, 16, 8, 8, 4) == elements
     says("With 32 heads of queries and 4 of keys, K and V are an eighth of Q.", 'B="the ring"')
     measured = cells["sent"]
     assert {kv: measured["zigzag", kv] for kv in (32, 16, 8, 4)} == {32: 20, 16: 10, 8: 5, 4: 2.5}

@@ -26,16 +26,17 @@ def error(ours, truth):
 # %% [markdown] minutes=3 core=true
 # ## The embedding
 #
-# The table lies as `V@tp D`: rank r has rows r·V/p to (r+1)·V/p. Which of the tokens are here, and what does a rank give for
-# the others? `sum_copy`, the *g* of lesson 08, is all that is to be sent.
+# The table lies as `V@tp D`, n rows on each rank: rank r has those from r·n on. Which of the tokens are here, and what does a
+# rank give for the others? `sum_copy`, the *g* of lesson 08, is all that is to be sent.
 
 # %% nbgrader={"grade_id": "embedding"}
 def embed(tokens, table, tp):
     """Return the rows of the table that ``tokens`` name, whole on every rank,
     so that autograd finds dtable.
 
-    ``tokens`` are all tokens; ``table`` is this rank's rows of the table,
-    V/p x D: layout ``V@tp D``.
+    ``tokens`` are all tokens; ``table`` is this rank's n rows of the table,
+    n x D, layout ``V@tp D``: rank r of ``tp`` has the rows of the words r n to
+    (r+1) n - 1.
     """
     ### BEGIN SOLUTION
     at = tokens - tp.rank * len(table)
@@ -75,8 +76,8 @@ min(report.points for report in reports)
 # %% [markdown] minutes=7 core=true
 # ## The loss
 #
-# Three numbers per token: the maximum m, the sum s of exp(logit − m), and the label's logit. Four things make it a loss that
-# one can train with:
+# Three numbers per token: the maximum m, the sum s of exp(logit − m), and the label's logit, less m. Four things make it a
+# loss that one can train with:
 #
 # * logits may be near 1000, and near −1000,
 # * the last columns are padding, and a rank may have nothing else,

@@ -97,7 +97,7 @@ def _unusable(told: Sequence[Told], output: Output, trial: Trial) -> str:
     for kind, what in (("nothing", "nothing"), ("what", "no tensor")):
         ranks = [rank for rank, each in enumerate(told) if kind in each]
         if len(ranks) == len(told) and kind == "nothing":
-            return f"{output.name}: nothing came back. Is there still a ... in {trial.function}?"
+            return f"{output.name}: nothing came back. {_why_nothing(output, trial)}"
         if ranks:
             what = f"a {told[ranks[0]]['what']}, not a tensor" if kind == "what" else what
             return f"{output.name}: {trial.function} returned {what} on {ranks_text(ranks)}"
@@ -105,6 +105,16 @@ def _unusable(told: Sequence[Told], output: Output, trial: Trial) -> str:
         if "data" not in each:
             return f"{output.name} on rank {rank} has shape {tuple(each['shape'])}, far too large or complex"
     return ""
+
+
+def _why_nothing(output: Output, trial: Trial) -> str:
+    unwritten, first = f"Is there still a ... in {trial.function}?", trial.outputs[0]
+    if trial.upstream is None or output is first:
+        return unwritten
+    return (
+        f"{unwritten} Or does autograd not find its way from {first.name} to it, after a detach or because "
+        f"{first.name} has another shape?"
+    )
 
 
 def _dtype(told: Sequence[Told], output: Output) -> str:

@@ -31,7 +31,8 @@ from lessons_lib.timeline import ring_traffic
 def embed(tokens: Tensor, table: Tensor, tp: Group) -> Tensor:
     """Return the rows of the table that ``tokens`` name, whole on every rank, so that autograd finds dtable.
 
-    ``tokens`` are all tokens; ``table`` is this rank's rows of the table, V/p x D: layout ``V@tp D``.
+    ``tokens`` are all tokens; ``table`` is this rank's n rows of the table, n x D, layout ``V@tp D``: rank r
+    of ``tp`` has the rows of the words r n to (r+1) n - 1.
     """
     at = tokens - tp.rank * len(table)
     here = (at >= 0) & (at < len(table))
@@ -78,6 +79,10 @@ WORD_0 = "the label of another rank's word was taken for this rank's first word"
 OWN_MAX = "each rank subtracted its own maximum: all have to subtract the same"
 PADDING = "padding was counted: its words are none"
 COUNTED = "a token whose label is -100 was counted"
+LABEL_NOT_LESS = "m is to be taken from the label's logit, too, as from all others"
+NOT_DIVIDED = "this is exp(logit - m), not yet divided by the sum"
+NO_LABEL = "this is the softmax alone: at the label, 1 is to be taken from it"
+EVERY_FIRST = "labels count over all ranks: rank r, with n of them, has those from r n on"
 
 
 class Setting:
@@ -89,9 +94,9 @@ class Setting:
         self.rows = [self._labels(draw) for _ in range(sizes["dp"])]
 
     def _labels(self, draw: Draw) -> Tensor:
-        """Labels on all ranks that have words, and two that are ignored."""
-        labels = [draw.between(0, self.V - 1) for _ in range(self.B - 2)]
-        labels[:2] = [0, self.V - 1]
+        """The words beside the first border and the outermost, any others, and two that are ignored."""
+        at_borders = [0, self.n - 1, self.n, self.V - 1]
+        labels = at_borders + [draw.between(0, self.V - 1) for _ in range(self.B - 2 - len(at_borders))]
         labels += [IGNORED] * 2
         draw.random.shuffle(labels)
         return torch.tensor(labels)
@@ -224,7 +229,9 @@ def _forward(of: Setting, draw: Draw, scale: float) -> Trial:
     wholes, layout = _logits(of, draw, scale), VOCABULARIES["1d"].logits
     pairs = list(zip(wholes, of.rows, strict=True))
     losses, softmax = [], []
-    mistakes: dict[str, list[Tensor]] = {PADDING: [], COUNTED: [], WORD_0: [], OWN_MAX: []}
+    mistakes: dict[str, list[Tensor]] = {
+        what: [] for what in (PADDING, COUNTED, WORD_0, OWN_MAX, LABEL_NOT_LESS)
+    }
     for logits, labels in pairs:
         real = logits[:, : of.V].log_softmax(1)
         counts = labels != IGNORED
@@ -233,6 +240,7 @@ def _forward(of: Setting, draw: Draw, scale: float) -> Trial:
         mistakes[PADDING].append(-_picked(logits.log_softmax(1), labels))
         total, top = logits[:, : of.V].logsumexp(1), logits[:, : of.V].amax(1)
         mistakes[COUNTED].append(losses[-1] + (total - top) * ~counts)
+        mistakes[LABEL_NOT_LESS].append((losses[-1] - top) * counts)
         blocks = logits[:, : of.V].split(of.n, 1)
         maxima = [block.amax(1) for block in blocks]
         own_sum = sum((b - m[:, None]).exp().sum(1) for b, m in zip(blocks, maxima, strict=True))
@@ -243,7 +251,7 @@ def _forward(of: Setting, draw: Draw, scale: float) -> Trial:
         mistakes[WORD_0].append((losses[-1] - firsts) * counts)
     spread = {what: of.each(Layout("B"), each) for what, each in mistakes.items()}
     n_ranks = len(coordinates(of.sizes))
-    why = "the maximum, the sum of exp and the label's logit of every token are all that has to travel"
+    why = "an all-reduce of the maximum, one of the sum of exp and one of the label's logit of every token do"
     return Trial(
         function="losses_forward",
         sizes=of.sizes,
@@ -275,8 +283,11 @@ def _own_softmax(of: Setting, wholes: Sequence[Tensor]) -> dict[str, Sequence[Te
     ]
     alone = [functional.pad(each, (0, of.n_words - each.shape[1])) for each in alone]
     layout = VOCABULARIES["1d"].logits
+    real = [x[:, : of.V] for x in wholes]
+    undivided = [functional.pad((x - x.amax(1, keepdim=True)).exp(), (0, of.n_words - of.V)) for x in real]
     return {
         "each rank divided by the sum of its own words": of.each(layout, alone),
+        NOT_DIVIDED: of.each(layout, undivided),
         PADDING: of.each(layout, [x.softmax(1) for x in wholes]),
     }
 
@@ -285,12 +296,14 @@ def _backward(of: Setting, draw: Draw, scale: float) -> Trial:
     layout = VOCABULARIES["1d"].logits
     softmax = [_softmax(of, logits) for logits in _logits(of, draw, scale)]
     dlosses = [draw.tensor(of.B) for _ in of.rows]
-    right, counted, undivided, first_word = [], [], [], []
+    right, counted, undivided, first_word, no_label, every_first = [], [], [], [], [], []
     for share, dloss, labels in zip(softmax, dlosses, of.rows, strict=True):
         counts = labels != IGNORED
         one = functional.one_hot(labels.where(counts, 0), of.n_words).double() * counts[:, None]
         right.append((share - one) * (dloss * counts)[:, None])
         counted.append((share - one) * dloss[:, None])
+        no_label.append(share * (dloss * counts)[:, None])
+        every_first.append((share - one[:, : of.n].repeat(1, of.p)) * (dloss * counts)[:, None])
         undivided.append((share - one) * counts[:, None])
         others = one.clone()
         for rank in range(of.p):
@@ -302,6 +315,8 @@ def _backward(of: Setting, draw: Draw, scale: float) -> Trial:
         COUNTED: of.each(layout, counted),
         "dlosses is missing: the gradient of a token's loss is not 1": of.each(layout, undivided),
         WORD_0: of.each(layout, first_word),
+        NO_LABEL: of.each(layout, no_label),
+        EVERY_FIRST: of.each(layout, every_first),
         "blocks of different ranks were added up: each rank has its own words": sums_along(
             own, of.sizes, ("tp",)
         ),
@@ -340,7 +355,7 @@ EXERCISES = (
         ),
         trials=_embedding_trials,
         hints=(
-            "Rank r has the words from r V/p on. Where in its block is a token, and which tokens are not?",
+            "Rank r has n = len(table) words, from r n on. Where in its block is a token, and which are not?",
             "Look up row 0 for the tokens that are not here, set what came to 0, and add up over ranks. What "
             "becomes of the gradient of a sum that one loss follows?",
             "at = tokens - tp.rank * len(table); here = (at >= 0) & (at < len(table)); then "

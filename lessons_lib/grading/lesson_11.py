@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -82,10 +82,12 @@ def ring_backward(
 
 # ---- the trials ----
 
-H, K = 2, 4
+H, K = 2, 3
 TWO = {"cp": 2}
 ALL_SCORES = "Are the scores of all keys in one tensor? Those of one block are enough at a time."
 IN_BLOCKS = "keys and values are passed on P - 1 times"
+FROM_THE_LEFT = "keys come from the left: after hop shifts they are those of rank (cp.rank - hop) % cp.size"
+NOT_SCALED = "scores are q k / sqrt(K): they were not divided by sqrt(K)"
 HOME = "keys and values are passed on P - 1 times, and their gradients P times"
 
 
@@ -107,7 +109,8 @@ def _merge_trials(draw: Draw) -> list[Trial]:
 def _merge_trial(
     draw: Draw, claim: str, s: int, n_keys: Sequence[int], facts: str, n_hidden: int = 0, scale: float = 1.0
 ) -> Trial:
-    args, wholes, means, alone = [], [], [], []
+    args, wholes = [], []
+    mistakes: dict[str, list[Tensor]] = {}
     for _ in range(TWO["cp"]):
         q = scale * draw.tensor(H, s, K)
         ks, vs = ([draw.tensor(H, t, K) for t in n_keys] for _ in range(2))
@@ -117,13 +120,8 @@ def _merge_trial(
         visible[-1][:, 0] = True
         args.append((q, ks, vs, visible))
         wholes.append(_attention(q, torch.cat(ks, -2), torch.cat(vs, -2), torch.cat(visible, -1)))
-        parts = [_attention(q, *each).nan_to_num() for each in zip(ks, vs, visible, strict=True)]
-        means.append(torch.stack(parts).mean(0))
-        alone.append(parts[-1])
-    mistakes = {
-        "this is the mean of the blocks' answers: a block counts by the sum of its exp(score)": means,
-        "this is the answer of the last block alone": alone,
-    }
+        for what, wrong in _merged_wrongly(q, ks, vs, visible).items():
+            mistakes.setdefault(what, []).append(wrong)
     block = H * s * max(n_keys)
     return Trial(
         function="attend_in_blocks",
@@ -134,6 +132,29 @@ def _merge_trial(
         spare=5 * block + 6 * wholes[0].numel(),
         too_much=ALL_SCORES,
     )
+
+
+def _merged_wrongly(
+    q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], visible: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """What the usual mistakes make of the blocks."""
+    blocks = list(zip(ks, vs, visible, strict=True))
+    k, v, seen = torch.cat([*ks], -2), torch.cat([*vs], -2), torch.cat([*visible], -1)
+    parts = torch.stack([_attention(q, *block).nan_to_num() for block in blocks])
+    lse = torch.stack([_scores(q, k, seen).logsumexp(-1, keepdim=True) for k, _, seen in blocks])
+    so_far = lse.logcumsumexp(0)
+    return {
+        "this is the mean of the blocks' answers: a block counts by the sum of its exp(score)": parts.mean(0),
+        "this is the answer of the last block alone": parts[-1],
+        "what came before was not scaled down: of a larger sum it is a smaller share": (
+            (lse - so_far).exp().nan_to_num() * parts
+        ).sum(0),
+        "lse began with 0, as if a score of 0 had been seen: it begins with -inf": (
+            so_far[-1].sigmoid() * _attention(q, k, v, seen)
+        ),
+        "queries have looked at keys that visible hides": _attention(q, k, v, torch.ones_like(seen)),
+        NOT_SCALED: _attention(q * math.sqrt(K), k, v, seen),
+    }
 
 
 class Ring:
@@ -159,13 +180,13 @@ class Ring:
     def cut(self, X: Tensor) -> Tensor:
         return X.unflatten(1, (self.P, self.s))
 
-    def serial(self, seen: Tensor) -> list[tuple[Tensor, ...]]:
-        """For every text O, lse, dQ, dK and dV, on one rank, by autograd."""
+    def serial(self, seen: Tensor, times: float = 1.0) -> list[tuple[Tensor, ...]]:
+        """For every text O, lse, dQ, dK and dV, on one rank, by autograd; of scores times a number."""
         results = []
         for text in self.texts:
             do, *leaves = map(self.whole, text)
             leaves = [x.clone().requires_grad_() for x in leaves]
-            q, k, v = leaves
+            q, k, v = leaves[0] * times, *leaves[1:]
             O = _attention(q, k, v, seen)
             lse = _scores(q, k, seen).logsumexp(-1, keepdim=True)
             gradients = torch.autograd.grad(O, leaves, do)
@@ -187,6 +208,14 @@ class Ring:
         ranks = torch.arange(self.P).repeat_interleave(self.s)
         return self.seen & (ranks[:, None] == ranks)
 
+    def seen_of(self, source: Callable[[int, int], int]) -> Tensor:
+        """What is seen if rank r takes the keys of rank s for those of rank source(r, s)."""
+        rows = [
+            torch.cat([self.at[r][:, None] >= self.at[source(r, s)] for s in range(self.P)], 1)
+            for r in range(self.P)
+        ]
+        return torch.cat(rows)
+
     @property
     def facts(self) -> str:
         order = "contiguous" if self.at.diff().eq(1).all() else "in drawn places"
@@ -207,12 +236,17 @@ def _ring_trials(draw: Draw) -> list[Trial]:
 
 def _forward(of: Ring) -> Trial:
     right = of.serial(of.seen)
-    all_seen = torch.ones_like(of.seen)
-    mistakes = {
-        "the mask was made of places that restart at 0 on every rank": of.of(of.serial(of.restarted), 0),
-        "tokens look at what comes after them: is there a mask?": of.of(of.serial(all_seen), 0),
-        "each rank has looked at its own keys alone": of.of(of.serial(of.own), 0),
+    results = {
+        "the mask was made of places that restart at 0 on every rank": of.serial(of.restarted),
+        "tokens look at what comes after them: is there a mask?": of.serial(torch.ones_like(of.seen)),
+        "each rank has looked at its own keys alone": of.serial(of.own),
+        "the places of this rank's own tokens were taken for those of the keys": of.serial(
+            of.seen_of(lambda r, s: r)
+        ),
+        FROM_THE_LEFT: of.serial(of.seen_of(lambda r, s: (2 * r - s) % of.P)),
+        NOT_SCALED: of.serial(of.seen, times=math.sqrt(K)),
     }
+    mistakes = [{what: of.of(result, number) for what, result in results.items()} for number in (0, 1)]
     n = H * of.s * K
     return Trial(
         function="ring_forward",
@@ -223,8 +257,8 @@ def _forward(of: Ring) -> Trial:
             for q, k, v in zip(*(of.each([text[at] for text in of.texts]) for at in (1, 2, 3)), strict=True)
         ],
         outputs=[
-            Output("o", "forward", of.of(right, 0), None, mistakes),
-            Output("lse", "lse", of.of(right, 1)),
+            Output("o", "forward", of.of(right, 0), None, mistakes[0]),
+            Output("lse", "lse", of.of(right, 1), None, mistakes[1]),
         ],
         budgets={"forward": Budget.even(2 * (of.P - 1) * n, of.sizes, IN_BLOCKS)},
         spare=8 * n + 5 * H * of.s**2,
@@ -269,18 +303,22 @@ def _with_wrong_rows(of: Ring, number: int) -> dict[str, list[Tensor]]:
     for name, wrong in (
         ("each block had a softmax of its own: the weights are exp(scores - lse), with the final lse", "lse"),
         ("delta is missing, the sum of dO times O of each row", "delta"),
+        ("dZ was not divided by sqrt(K), as the scores were", "scale"),
+        ("hidden scores are -inf in the backward, too", "mask"),
     ):
         wholes = []
         for text in of.texts:
             do, q, k, v = map(of.whole, text)
             scores = _scores(q, k, of.seen)
-            weights = scores.softmax(-1)
+            lse, weights = scores.logsumexp(-1, keepdim=True), scores.softmax(-1)
             O = weights @ v
             delta = (do * O).sum(-1, keepdim=True) * (wrong != "delta")
             if wrong == "lse":
                 blocks = scores.split(of.s, -1)
                 weights = torch.cat([block.softmax(-1).nan_to_num() for block in blocks], -1)
-            dz = weights * (do @ v.mT - delta) / math.sqrt(K)
+            if wrong == "mask":
+                weights = (q @ k.mT / math.sqrt(K) - lse).exp()
+            dz = weights * (do @ v.mT - delta) / (1 if wrong == "scale" else math.sqrt(K))
             wholes.append(of.cut((dz @ k, dz.mT @ q, weights.mT @ do)[number - 2]))
         by_mistake[name] = of.each(wholes)
     return by_mistake

@@ -82,9 +82,13 @@ def _deal_trial(draw: Draw, sizes: Mapping[str, int], S: int) -> Trial:
 
     at = dealt(Zigzag())
     tokens, labels = at_places(at), at_places(at, later=1)
+    pieces = torch.arange(S).chunk(2 * P)
     others = {
         "they lie in contiguous pieces, so the last rank works most": dealt(Contiguous()),
         "every P-th one was taken: that is striped, and not zigzag": dealt(Striped()),
+        "rank r has pieces r and r + P: its second one is 2 P - 1 - r, counted from the back": [
+            torch.cat([pieces[place["cp"]], pieces[P + place["cp"]]]) for place in places
+        ],
         "the piece from the back lies in front of the other": [each.roll(S // P // 2) for each in at],
     }
     return Trial(
@@ -203,6 +207,10 @@ def _ulysses_trial(draw: Draw, sizes: Mapping[str, int], s: int, H: int, H_kv: i
     if H_kv < H:
         wrong["a head of keys goes with neighbouring heads of queries, not with every other one"] = results(
             lambda q, k, v: _interleaved(q, k, v, P)
+        )
+    if s % P == 0:
+        wrong["split_dim and concat_dim are the wrong way round: tokens are to be joined, heads split"] = (
+            results(lambda q, k, v: _of_own(q, k, v, s // P))
         )
     do, *args = (each([text[at] for text in texts]) for at in range(4))
     n, n_kv = B * H * s * K, B * H_kv * s * K

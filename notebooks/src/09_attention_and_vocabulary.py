@@ -1,9 +1,9 @@
 # %% [markdown] minutes=1 core=true
 # # Attention and vocabulary
 #
-# Lesson 08 cut an MLP. A GPT has two more things to cut: attention, and the vocabulary at both of its ends. The last one is
-# large: 50,000 logits for each token. Cut over four ranks by words, a rank has a quarter of them. But the loss is a softmax
-# over all. **Must anybody ever see all logits of a token?**
+# Lesson 08 cut an MLP. A GPT has two more things to cut: attention, and the vocabulary, which stands at both of its ends. At
+# the last one every token has 50,000 logits. Cut by words over four ranks, a rank has a quarter of them. But the loss is a
+# softmax over all. **Must anybody ever see all logits of a token?**
 
 # %% tags=["setup"]
 import torch
@@ -105,7 +105,7 @@ def half_a_head_each():
     head, half = divmod(Mesh(tp=4).rank, 2)
     w = TWO.unflatten(1, (2, 3, 2, K // 2))[:, head, :, half]
     q, k, v = torch.einsum("bsd,dck->cbsk", X, w)
-    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=K**-0.5)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=K**-0.5)  # that of a whole head
 
 joined = torch.cat(run(half_a_head_each, ranks=4).values, -1)
 print("error", error(joined, head_by_head))
@@ -159,7 +159,7 @@ print("bytes sent", result.trace.bytes_sent(0), "for an output of", 8 * B * S * 
 # Backward is silent: every rank gets all of dX, and keeps the rows of its own words.
 
 # %% [markdown] minutes=3 core=true
-# ## Numbers too large to raise
+# ## Numbers too large for exp
 #
 # The loss of a token is the log of a sum of exponentials, less the logit of the label. In float64:
 
@@ -192,7 +192,7 @@ sent = predict(
     A="150,000", B="50,000", C="18")
 
 # %% [markdown] minutes=2 core=true
-# Line by line: m, the sum s, and the label's logit t.
+# Line by line: m, the sum s, and t, the label's logit less m. The loss is log s − t.
 
 # %% name="losses"
 def top(logits, tp):
@@ -221,7 +221,7 @@ for event in result.trace.collectives(0):
 result
 
 # %% [markdown] minutes=1 core=true
-# Now at the size of the question, beside the way that gathers all logits. (100 tokens, so that your laptop has room for what
+# (Six numbers do not divide by four, so the ranks send 192 to 240 bytes.) Now at the size of the question, beside the way that gathers all logits. (100 tokens, so that your laptop has room for what
 # is gathered, and ten times the bytes.)
 
 # %% name="two-ways"
@@ -305,8 +305,8 @@ all_logits.reveal(
 )
 
 # %% [markdown] minutes=1 core=true
-# Nothing. Each rank makes the gradient of its own logits. What is sent comes one layer further down: the head is a
-# column-cut layer, and its dX is a sum over ranks.
+# Nothing. Each rank makes the gradient of its own logits. What is sent comes one layer further down: the layer that makes
+# the logits, the *output head*, is cut by columns, and its dX is a sum over ranks.
 
 # %% [markdown] minutes=2 core=true
 # ## Words that are none
@@ -361,7 +361,7 @@ for n_ranks in (1, 2, 4, 8):
 #
 # [`vocabulary.py`](../lessons_lib/tensor_parallel/vocabulary.py) and
 # [`cross_entropy.py`](../lessons_lib/tensor_parallel/cross_entropy.py) have what you have just seen as modules, with
-# autograd. Here the first and the last of a GPT, and one table for both: the head is *tied*.
+# autograd. Here the first and the last layer of a GPT, and one table for both: the output head is *tied*.
 
 # %% name="library"
 from lessons_lib.tensor_parallel import VOCABULARIES, VocabParallelCrossEntropy, VocabParallelEmbedding, VocabParallelHead
@@ -396,7 +396,7 @@ by_library
 # %% [markdown] minutes=2 core=true
 # ### The same in production
 #
-# In PyTorch the head is `ColwiseParallel`, and inside `loss_parallel()` its `cross_entropy` takes logits that are cut. (It
+# In PyTorch the output head is `ColwiseParallel`, and inside `loss_parallel()` its `cross_entropy` takes logits that are cut. (It
 # changes PyTorch for all threads, so it goes round `run`.)
 
 # %% name="production"
@@ -472,7 +472,7 @@ for name, copies in (("copies summed", copy_sum), ("not summed", lambda w, group
 # %% [markdown] minutes=3 more=true
 # ## The vocabulary in 2D and 3D
 #
-# The same table serves every scheme. What lies how:
+# To be read after lessons 13 to 15 (`1d-sp` is lesson 10). The same table serves every scheme. What lies how:
 
 # %% name="schemes" more=true
 from lessons_lib.tensor_parallel import VOCABULARIES

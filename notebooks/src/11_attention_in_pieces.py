@@ -90,7 +90,7 @@ print("merged           ", error(merge(*first, *second)[0], truth))
 row = (Q @ K.mT / WIDTH**0.5)[0, 1, 4]  # the scores of one query
 apart = torch.cat([half.softmax(0) for half in row.chunk(2)])
 figure, both = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained", sharey=True)
-for axes, weights, title in zip(both, (apart, row.softmax(0)), ("Each half adds up to 1", "Merged: both add up to 1")):
+for axes, weights, title in zip(both, (apart, row.softmax(0)), ("Each half adds up to 1", "Merged: together they add up to 1")):
     for rank, colour in enumerate(("#0072b2", "#e69f00")):
         axes.bar(range(8 * rank, 8 * rank + 8), weights.chunk(2)[rank].tolist(), color=colour, label=f"rank {rank}'s keys")
     axes.set(title=title, xlabel="key", ylabel="weight")
@@ -143,7 +143,7 @@ layout_picture(Layout("S@cp K"), (S, WIDTH), {"cp": 4}, name="K")
 # %% [markdown] core=true
 # All keys and values, and no query. The keys travel, from each rank to the next. `attend` and `merge` are those from
 # above, now with a mask and the guard. `around` yields a rank's own x first, then the one of the rank before it, and so
-# on: P - 1 hops.
+# on: on P ranks, P - 1 hops.
 
 # %% name="tools"
 def finite(lse):
@@ -226,7 +226,7 @@ exact.reveal(
 ring
 
 # %% [markdown] minutes=2 core=true
-# The same bytes as two passes. And the memory? Let the text grow with the ranks, so that each always has 128 tokens.
+# Blocks are tiny here, so that a hop is nothing but latency, 3 µs. The same bytes as two passes. And the memory? Let the text grow with the ranks, so that each always has 128 tokens.
 # **Guess:** from 2 ranks to 8, what becomes of a rank's peak, with each of the two?
 
 # %% name="memory"
@@ -299,10 +299,10 @@ for positions in (global_positions, restarted):
 # ## Backward
 #
 # No scores were kept. A rank makes the weights A of a block again, from its queries, the keys and the *final* `lse` of
-# each row. With the scores Z = Q Kᵀ, scaled, and δ, one number per row:
+# each row. With the scores Z = c Q Kᵀ, c their scale, and δ, one number per row:
 #
 # $$A = e^{Z - lse} \qquad \delta = \textstyle\sum dO \circ O \qquad dZ = A \circ (dO\, V^T - \delta)$$
-# $$dV = A^T dO \qquad dQ = dZ\, K \qquad dK = dZ^T Q$$
+# $$dV = A^T dO \qquad dQ = c\, dZ\, K \qquad dK = c\, dZ^T Q$$
 #
 # The keys and values go round again. dQ stays at home with its queries. But of dK and dV each rank makes only a *term*,
 # for keys that are passing through. So these sums travel on with their keys.
@@ -344,7 +344,8 @@ O = scaled_dot_product_attention(Q, K, V)
 
 def backward(method=ring_backward):
     mesh = Mesh(cp=4)
-    return method(*(SEQUENCE.shard(whole, mesh) for whole in (dO, Q, K, V, O, LSE)), mesh["cp"])
+    gradients = method(*(SEQUENCE.shard(whole, mesh) for whole in (dO, Q, K, V, O, LSE)), mesh["cp"])
+    return torch.stack(gradients)
 
 result = run(backward, ranks=4, machine="4xH100")
 
@@ -441,7 +442,8 @@ for name, result in by_library.items():
           {way: result.trace.bytes_sent(0, way) // 8 for way in ("forward", "backward")})
 
 # %% [markdown] minutes=1 core=true
-# Causal by default, with true positions. What the mask hides wholly is not computed, and the next keys set out before
+# `rsa` has terms of all dK and dV on every rank, and adds them up by all-reduces: 18 blocks, where the ring sends 14. Both
+# are causal by default, with true positions. What the mask hides wholly `ring` does not compute, and its next keys set out before
 # the work on those that are here.
 
 # %% [markdown] minutes=2 core=true

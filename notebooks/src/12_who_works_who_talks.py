@@ -75,7 +75,7 @@ def on_the_clock(deal, P=4):
         if hop < P - 1:
             cp.shift(torch.zeros(1), 1)
 
-waiting = run(on_the_clock, contiguous, ranks=4, machine=Machine("links that take no time"))
+waiting = run(on_the_clock, contiguous, ranks=4, machine=Machine("ideal links"))  # that take no time
 waiting
 
 # %% name="busy-seen"
@@ -128,17 +128,22 @@ for name, deal in (("contiguous", contiguous), ("zigzag", zigzag)):
     print(f"{name:10}", steps, "  slowest of each:", [max(step) for step in steps])
 
 # %% name="zigzag-picture"
-run(on_the_clock, zigzag, ranks=4, machine=Machine("links that take no time"))
+run(on_the_clock, zigzag, ranks=4, machine=Machine("ideal links"))
 
 # %% [markdown] minutes=3 core=true
-# In every step, too. From 58.6 % to 100 % busy, with the same messages and the same numbers.
+# In every step, too. From 58.6 % to 100 % busy, with as many messages and bytes as before.
 #
-# Now you. Which of the four lets no rank wait on 8 ranks? And without a mask?
+# Now you. The list has two ways more, which come below; try them all the same. Which of the four let no rank wait on 8
+# ranks? And without a mask?
 
 # %% name="explorer"
 from lessons_lib.widgets import attention_explorer
 
 attention_explorer("zigzag", "4", "causal")
+
+# %% [markdown] core=true
+# Zigzag and Ulysses; without a mask all four. (Heads are 16 numbers wide there and 8 in this lesson, so it sends twice as
+# much.)
 
 # %% [markdown] minutes=3 core=true
 # ## What travels with the tokens
@@ -162,7 +167,8 @@ for deal in (Contiguous(), Zigzag()):
     print(f"{type(deal).__name__:10} wrong labels by rank", run(wrong_labels, deal, ranks=4).values)
 
 # %% [markdown] minutes=2 core=true
-# One at the end of every run of neighbours; only rank 3's two pieces touch. In a text of 100,000 tokens nobody sees it in
+# Seven of them, and four where the pieces are contiguous: one at the end of every run of neighbours, and only rank 3's two
+# pieces touch. In a text of 100,000 tokens nobody sees it in
 # the loss. Shift first, then cut: `labels[at]`.
 #
 # And the number of tokens? Zigzag wants a multiple of 2P. The library says so before anything is sent, and names the next
@@ -254,12 +260,13 @@ print({way: both.trace.bytes_sent(0, way) // 8 for way in ("forward", "backward"
 # %% [markdown] minutes=4 core=true
 # ## Who sends less?
 #
-# The ring passes keys and values on P - 1 times; Ulysses exchanges Q, K, V and O once. In blocks of Q, forward:
+# The ring, zigzag or not, passes keys and values on P - 1 times, and their gradients P times (lesson 11); Ulysses exchanges
+# Q, K, V and O once each way. In blocks of Q, sent by each rank:
 #
-# | | sent by each rank | on 4 ranks |
-# |---|---|---|
-# | ring | 2 (P-1) | 6 |
-# | Ulysses | 4 (P-1)/P | 3 |
+# | | forward | backward | on 4 ranks |
+# |---|---|---|---|
+# | ring | 2 (P-1) | 2 (P-1) + 2 P | 6 + 14 |
+# | Ulysses | 4 (P-1)/P | 4 (P-1)/P | 3 + 3 |
 #
 # Many models have fewer heads of keys than of queries: several query heads share one (*grouped-query attention*). With
 # 32 heads of queries and 4 of keys, K and V are an eighth of Q.
@@ -298,7 +305,7 @@ less.reveal(
 
 # %% [markdown] minutes=2 core=true
 # With as many key heads as query heads the ring sends 3.3 times as much as Ulysses. With an eighth of them it sends
-# less. The more ranks, the fewer key heads it takes: on 8 ranks an eighth is too many.
+# less. With more ranks it takes fewer key heads still: on 8 ranks an eighth is too many.
 #
 # And bytes are not all. The ring's next block travels while this one is worked on. Ulysses' exchanges stand before and behind
 # the work, with nothing to hide behind.
