@@ -50,7 +50,9 @@ def tesseract(q: int, d: int) -> Way:
 # ---- counted is said
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 4, 8, 9, 16, 18, pytest.param(27, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n_ranks", [1, 2, 4, 8, 9, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 18, 27))]
+)
 @pytest.mark.parametrize("tokens, h", [(1, 1), (3, 1), (1, 2)])
 def test_every_way_costs_what_its_formulas_say(n_ranks: int, tokens: int, h: int) -> None:
     for each in ways(n_ranks):
@@ -115,7 +117,7 @@ def test_what_64_ranks_send_for_a_layer() -> None:
 
 @pytest.mark.parametrize(
     "n_ranks, h, at",
-    [(4, 8, 12.0), (9, 90, 3.3), pytest.param(16, 160, 1.9, marks=pytest.mark.slow)],
+    [(4, 8, 12.0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((9, 90, 3.3), (16, 160, 1.9)))],
 )
 def test_where_2d_begins_to_win_is_found_by_counting(n_ranks: int, h: int, at: float) -> None:
     one, two = way("1D", n_ranks), way("2D", n_ranks)

@@ -44,7 +44,11 @@ def failed(report):
 # ---- right solutions ----
 
 
-@pytest.mark.parametrize("exercise", EXERCISES.values(), ids=list(EXERCISES))
+@pytest.mark.parametrize(
+    "exercise",
+    [pytest.param(each, marks=() if id < "07" else pytest.mark.slow) for id, each in EXERCISES.items()],
+    ids=list(EXERCISES),
+)
 def test_a_reference_solution_passes(exercise):
     report = check(exercise.id, *exercise.functions, seed=0)
     assert report.passed, report
@@ -433,6 +437,7 @@ def test_credit_is_partial_and_visible():
     assert lines(report)["memory"].message == "counts once all numbers are right"
 
 
+@pytest.mark.slow
 def test_who_does_nothing_earns_nothing():
     """Not even for having sent no byte too much, or for not having waited."""
     for exercise in EXERCISES.values():
@@ -781,7 +786,7 @@ HARM = [
     pytest.param(
         loop_in_native_code, "no deadlock", r"nothing was heard of it for \d+ s", 15, marks=pytest.mark.slow
     ),
-    (Loops(), "values", r"nothing was heard of it for \d+ s", 15),
+    pytest.param(Loops(), "values", r"nothing was heard of it for \d+ s", 15, marks=pytest.mark.slow),
     (end, "values", "ended its process with exit code 3", 6),
     (end_well, "values", "nothing more was heard|ended its process with exit code 0", 6),
     (leave_politely, "values", r"sys.exit\(None\) was called: return instead", 6),

@@ -166,7 +166,7 @@ WRONG_STEPS = [
     SLOW(means_of_numbers, "values", r"the mean of its own numbers, and \d+ were added"),
     SLOW(loss_of_all_at_once, "time", "and a gradient as soon as there is one"),
     (one_after_the_other, "time", "send an output off before you wait for its gradient"),
-    (whole_batch_at_once, "traffic", r"went 1 messages down and 1 up, and \d+ micro-batches need"),
+    SLOW(whole_batch_at_once, "traffic", r"went 1 messages down and 1 up, and \d+ micro-batches need"),
     SLOW(
         all_told_to_all, "traffic", "all_gather was called; stages need only their neighbours|times as much"
     ),

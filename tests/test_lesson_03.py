@@ -24,6 +24,8 @@ from lessons_lib.models.recompute import keep_scores
 SOURCE = Path(__file__).parent.parent / "notebooks" / "src" / "03_memory_and_time.py"
 LESSON = read(SOURCE)
 
+pytestmark = pytest.mark.slow  # it runs the whole lesson
+
 
 @pytest.fixture(scope="module")
 def cells() -> dict[str, Any]:

@@ -19,6 +19,8 @@ from lessons_lib.sequence_parallel import SequenceColumn, SequenceColumnKept, Se
 SOURCE = Path(__file__).parent.parent / "notebooks" / "src" / "10_megatron_sequence_parallel.py"
 LESSON = read(SOURCE)
 
+pytestmark = pytest.mark.slow  # it runs the whole lesson
+
 
 @pytest.fixture(scope="module")
 def cells() -> dict[str, Any]:

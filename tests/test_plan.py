@@ -95,7 +95,7 @@ def assert_trains_like_the_serial_model(p, n_steps, make=scrambled_gpt, plan=GPT
     return result
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_the_whole_gpt_for_ten_steps(p):
     result = assert_trains_like_the_serial_model(p, n_steps=10)
     B, D, L = N_SEQUENCES * CONFIG.S, CONFIG.D, CONFIG.L

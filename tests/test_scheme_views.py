@@ -380,6 +380,7 @@ def test_what_a_bill_refuses():
 # ---- bytes against memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ranks, tokens", [(4, "12 h"), (8, "1/4 h"), (9, "h")])
 def test_dots_are_counted_runs(n_ranks, tokens):
     n = frontiers.n_tokens(tokens)

@@ -137,6 +137,7 @@ def test_fifty_changes_in_a_second_end_on_the_last_with_a_handful_of_updates():
     assert [value for value, _ in updates] == sorted(value for value, _ in updates)
 
 
+@pytest.mark.slow
 def test_an_update_for_every_change_would_be_noticed():
     """Drawn in the callback, a quarter of these changes already is seconds behind."""
     updates, last_key = flooded(scheduled=False, n_changes=12)
