@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lessons_lib.errors import RefusedError
 from lessons_lib.layout import Layout
-from lessons_lib.views.colours import MOST_RANK_COLOURS, OPERATIONS, RANK_COLOURS, mix
+from lessons_lib.views.colours import MOST_RANK_COLOURS, OPERATIONS, RANK_COLOURS, mix, text_on
 from lessons_lib.views.svg import MARGIN, SMALL, WIDTH, Figure, Key, fit, text_width
 
 UNIT, HIGH = 40.0, 112.0  # a width of D, and S, in pixels
@@ -111,7 +111,15 @@ def _tensor(figure: Figure, x: float, y: float, step: Step, n_ranks: int) -> Non
         fill = mix(RANK_COLOURS[rank], colours.card, 0.35)
         figure.rect(left, top, w, h, fill, line=colours.card, tip=f"{said}; rank {rank}")
         if w > 12 and h > 13:
-            figure.text(left + w / 2, top + h / 2 + 4, str(rank), size=SMALL, anchor="middle", bold=True)
+            figure.text(
+                left + w / 2,
+                top + h / 2 + 4,
+                str(rank),
+                size=SMALL,
+                anchor="middle",
+                bold=True,
+                fill=text_on(fill),
+            )
 
 
 def _way(steps: Sequence[Step], n_ranks: int) -> str:
