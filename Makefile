@@ -51,7 +51,7 @@ slow: .venv/tests ## tests that start processes for seconds
 oracles: .venv/tests ## what torch builds on ranks gives the serial gradients (the alarm for a torch upgrade)
 	$(PY) -m pytest -n 2 --dist loadfile -m oracle tests/oracles
 browser: .venv/tests ## every lesson runs in a real JupyterLab, without an error
-	$(PY) -m pytest -m browser tests/browser
+	$(PY) -m pytest -n 2 --dist load -m browser tests/browser
 
 .PHONY: notebooks
 notebooks: .venv/tests ## execute the stale lessons anew (all: make notebooks BUILD=--force); exercises and tables, too

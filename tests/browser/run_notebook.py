@@ -21,9 +21,11 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import ConsoleMessage, Page, expect, sync_playwright
 
 WIDE, NARROW, HEIGHT, MAX_HEIGHT = 1200, 900, 900, 16_000  # pixels; taller, the browser gives up
@@ -178,8 +180,16 @@ def choose(page: Page, menu: str, item: str) -> None:
 
 
 def cells_now(page: Page) -> list[dict[str, Any]]:
-    """The cells as JupyterLab holds them, in the format of a notebook file."""
-    found: list[dict[str, Any]] = page.evaluate("jupyterapp.shell.currentWidget.content.model.toJSON().cells")
+    """The cells as JupyterLab holds them, in the format of a notebook file; of their outputs, the errors."""
+    found: list[dict[str, Any]] = page.evaluate("""() =>
+        [...jupyterapp.shell.currentWidget.content.model.cells].map(cell => ({
+            id: cell.id,
+            cell_type: cell.type,
+            metadata: cell.metadata,
+            execution_count: cell.executionCount ?? null,
+            outputs: Array.from({length: cell.outputs?.length ?? 0}, (_, i) => cell.outputs.get(i))
+                .filter(output => output.type === "error").map(output => output.toJSON()),
+        }))""")
     return found
 
 
@@ -218,8 +228,17 @@ def photograph(page: Page, width: int, out: Path, report: Report) -> None:
     page.set_viewport_size({"width": width, "height": min(height + HEIGHT // 4, MAX_HEIGHT)})
     cells = page.locator(".jp-Notebook .jp-Cell").all()
     page.screenshot(path=out / "page.png")
-    for i, cell in enumerate(cells):
-        cell.screenshot(path=out / f"cell_{i:02}.png")
+    boxes = page.evaluate("""() => [...document.querySelectorAll(".jp-Notebook .jp-Cell")].map(cell => {
+        const box = cell.getBoundingClientRect();
+        return [box.left, box.top, box.right, box.bottom];
+    })""")
+    with Image.open(out / "page.png") as whole:
+        for i, (cell, (left, top, right, bottom)) in enumerate(zip(cells, boxes, strict=True)):
+            path = out / f"cell_{i:02}.png"
+            if 0 <= left < right <= whole.width and 0 <= top < bottom <= whole.height:
+                whole.crop((int(left), int(top), ceil(right), ceil(bottom))).save(path)
+            else:  # below what fits in the window
+                cell.screenshot(path=path)
     report.screenshots += [out / "page.png", *(out / f"cell_{i:02}.png" for i in range(len(cells)))]
 
 
