@@ -14,10 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from lessons_lib.errors import RefusedError
 from lessons_lib.mesh import Group, Mesh, sum_copy
+from lessons_lib.models.gpt import IGNORED
 from lessons_lib.tensor_parallel.vocabulary import Vocabulary, check_words
 from lessons_lib.timeline import ring_traffic
-
-IGNORED = -100  # torch's: a label that counts nothing
 
 
 def token_losses(
