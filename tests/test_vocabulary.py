@@ -15,6 +15,7 @@ from lessons_lib import Layout, Mesh, region, run
 from lessons_lib.errors import RefusedError
 from lessons_lib.layout import coordinates
 from lessons_lib.mesh import copy_sum, gather_split, reduce_scatter_gather, sum_copy, sum_sum
+from lessons_lib.models.gpt import IGNORED
 from lessons_lib.tensor_parallel import (
     VOCABULARIES,
     ParallelPositionEmbedding,
@@ -24,7 +25,7 @@ from lessons_lib.tensor_parallel import (
     Vocabulary,
     padded,
 )
-from lessons_lib.tensor_parallel.cross_entropy import IGNORED, loss_sum, loss_traffic, n_counted, token_losses
+from lessons_lib.tensor_parallel.cross_entropy import loss_sum, loss_traffic, n_counted, token_losses
 from lessons_lib.tensor_parallel.vocabulary import (
     check_words,
     position_layout,

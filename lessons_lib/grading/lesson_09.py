@@ -21,6 +21,7 @@ from lessons_lib.grading.exercise import (
 )
 from lessons_lib.layout import Layout, coordinates
 from lessons_lib.mesh import Group, sum_copy
+from lessons_lib.models.gpt import IGNORED
 from lessons_lib.tensor_parallel import VOCABULARIES, cross_entropy
 from lessons_lib.tensor_parallel.vocabulary import Vocabulary
 from lessons_lib.timeline import ring_traffic
@@ -72,7 +73,6 @@ def losses_backward(dlosses: Tensor, softmax: Tensor, labels: Tensor, tp: Group)
 # ---- the trials ----
 
 MESHES: tuple[Mapping[str, int], ...] = ({"dp": 1, "tp": 2}, {"dp": 2, "tp": 3}, {"dp": 1, "tp": 4})
-IGNORED = cross_entropy.IGNORED
 NOT_ADDED_UP = "this is each rank's own part: the parts were not added up over tp"
 TOO_MANY = "this is a sum over all ranks of the mesh: tp is one axis of it"
 WORD_0 = "the label of another rank's word was taken for this rank's first word"
